@@ -1,0 +1,112 @@
+"""Every private name of torch that this package relies on, probed when this module is imported.
+
+Each is listed with what it is for and the versions on which it was tried. A torch version that is not in `TESTED` but
+has all of them gets one warning; one that lacks any is refused with their names (`UnsupportedTorch`).
+
+Upstream links: github.com/pytorch/pytorch, folders torch/_inductor, torch/_functorch, torch/_dynamo.
+"""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import warnings
+from typing import Any
+
+import torch
+
+from .errors import PlanWarning, UnsupportedTorch
+
+TESTED = ("2.13",)
+
+_NEEDED = {
+    # the public route to a partitioner of one's own, and what it gets (torch/_inductor/custom_graph_pass.py)
+    "torch._inductor.custom_graph_pass": ("CustomPartitionerFn", "get_hash_for_files"),
+    # compile_fx(config_patches=...) carries the partitioner into the lazily compiled backward (torch/_inductor/compile_fx.py)
+    "torch._inductor.compile_fx": ("compile_fx",),
+    # the dry run takes Inductor's wrapper source before any kernel is compiled (torch/_inductor/graph.py)
+    "torch._inductor.graph": ("GraphLowering",),
+    "torch._dynamo.repro.after_aot": ("save_graph_repro",),
+    "torch._inductor.config": ("fx_graph_cache", "custom_partitioner_fn"),
+    "torch._inductor.lowering": ("lowerings", "fallbacks"),
+    # torch's own partition, and the last step of ours (torch/_functorch/partitioners.py)
+    "torch._functorch.partitioners": (
+        "min_cut_rematerialization_partition",
+        "_extract_fwd_bwd_modules",
+        "_extract_fwd_bwd_outputs",
+        "classify_nodes",
+        "raise_getitems",
+        "force_save_collectives",
+        "force_save_effectful_ops",
+        "force_save_bw_mutation_src",
+        "thread_graphsafe_rng_from_hops",
+        "reordering_to_mimic_autograd_engine",
+        "is_sym_node",
+        "is_opaque_node",
+        "_is_primal",
+        "_is_tangent",
+    ),
+    "torch._functorch.compile_utils": ("fx_graph_cse",),
+    # a fake tensor's storage is a meta storage: its bytes and its death can be seen (torch/_subclasses/fake_tensor.py)
+    "torch._subclasses.fake_tensor": ("FakeTensorMode", "FakeCopyMode", "FakeTensor"),
+}
+
+
+def _probe() -> None:
+    missing = []
+    for module_name, names in _NEEDED.items():
+        try:
+            module = importlib.import_module(module_name)
+        except ImportError:
+            missing.append(module_name)
+            continue
+        missing += [f"{module_name}.{name}" for name in names if not hasattr(module, name)]
+    if not hasattr(torch.nn.Module, "_call_impl"):
+        missing.append("torch.nn.Module._call_impl")
+    version = torch.__version__
+    if missing:
+        raise UnsupportedTorch(
+            f"torch {version} lacks what this package is built on: {', '.join(missing)}. "
+            f"Tested versions: {', '.join(TESTED)}; install one of them."
+        )
+    if not version.startswith(tuple(f"{v}." for v in TESTED)):
+        warnings.warn(
+            f"torch {version} is untested with this version of dtr_integrations (tested: {', '.join(TESTED)}). "
+            "Everything it needs was found; check the measured peaks that it logs.",
+            PlanWarning,
+            stacklevel=3,
+        )
+
+
+_probe()
+
+from torch._functorch import partitioners  # noqa: E402  (the probe comes first: its message beats an ImportError)
+from torch._functorch.compile_utils import fx_graph_cse  # noqa: E402
+from torch._inductor import config as inductor_config  # noqa: E402
+from torch._inductor.compile_fx import compile_fx  # noqa: E402
+from torch._inductor.custom_graph_pass import CustomPartitionerFn, get_hash_for_files  # noqa: E402
+from torch._inductor.graph import GraphLowering  # noqa: E402
+from torch._subclasses.fake_tensor import FakeCopyMode, FakeTensor, FakeTensorMode  # noqa: E402
+
+__all__ = [
+    "CustomPartitionerFn",
+    "FakeCopyMode",
+    "FakeTensor",
+    "FakeTensorMode",
+    "GraphLowering",
+    "compile_fx",
+    "compile_options",
+    "fx_graph_cse",
+    "get_hash_for_files",
+    "inductor_config",
+    "partitioners",
+]
+
+
+def compile_options() -> dict[str, Any]:
+    """Keywords for `torch.compile` that keep one call's compiled frames apart from all others, where torch can do that.
+
+    Without them (before torch 2.12) all modules whose entry frame shares a code object share one recompile limit.
+    """
+    parameters = inspect.signature(torch.compile).parameters
+    return {"isolate_recompiles": True} if "isolate_recompiles" in parameters else {}

@@ -1,0 +1,117 @@
+"""Split a joint graph exactly as a schedule says: no solver runs here.
+
+`extract` writes the schedule's recomputations into the joint graph as nodes of their own, each just before the backward op
+that the schedule names, points the backward at them, and lets torch cut the graph at the saved values. Unlike torch's
+tags (see `tags.py`) it can compute a value twice and it fixes the order.
+
+Random ops: Inductor draws seeds once and each random op is a pure function of its seed, so a copy gives the same bits as
+long as the seeds are saved; ops that draw from the generator themselves are never replayable (`capture.joint`).
+"""
+
+from __future__ import annotations
+
+import copy
+from collections import defaultdict
+from typing import Any
+
+from torch import fx
+from torch.utils import _pytree as pytree
+
+from .._compat import partitioners
+from ..core.plan import GraphSchedule, Recompute
+from ..errors import PlanMismatch
+
+# Where torch pinned the original (a recompute copy runs in the backward whatever the original's tag says), and tags that
+# would make torch's own solver act on the copy.
+_NOT_COPIED = ("partitioner_tag", "recompute", "ac_graph_id", "has_backward_hook")
+
+
+def extract(
+    joint: fx.GraphModule, schedule: GraphSchedule, num_forward_outputs: int
+) -> tuple[fx.GraphModule, fx.GraphModule]:
+    """(forward, backward) of the canonical joint graph `joint` under `schedule`. Changes `joint`.
+
+    Raises `PlanMismatch` when the schedule reads a value that is neither saved nor computed before.
+    """
+    nodes = [node for node in joint.graph.nodes if node.op != "output"]
+    _insert_copies(joint.graph, nodes, schedule, num_forward_outputs)
+    joint.graph.lint()
+    saved = [nodes[i] for i in schedule.saved]
+    inputs = [node for node in nodes if node.op == "placeholder" and not partitioners._is_tangent(node)]
+    values = [n for n in inputs + saved if not partitioners.is_sym_node(n) and not partitioners.is_opaque_node(n)]
+    forward, backward = partitioners._extract_fwd_bwd_modules(
+        joint,
+        values,
+        saved_sym_nodes=[n for n in inputs + saved if partitioners.is_sym_node(n)],
+        saved_opaque_nodes=[n for n in inputs + saved if partitioners.is_opaque_node(n)],
+        num_fwd_outputs=num_forward_outputs,
+    )
+    forward, backward = partitioners.raise_getitems(forward), partitioners.raise_getitems(backward)
+    forward = partitioners.thread_graphsafe_rng_from_hops(forward, is_backward=False)
+    backward = partitioners.thread_graphsafe_rng_from_hops(backward, is_backward=True)
+    return forward, backward
+
+
+def _insert_copies(
+    graph: fx.Graph, nodes: list[fx.Node], schedule: GraphSchedule, num_forward_outputs: int
+) -> None:
+    position = {node: i for i, node in enumerate(nodes)}
+    recomputed = {r.value for r in schedule.recompute}
+    saved = set(schedule.saved)
+    latest: dict[int, fx.Node] = {}
+    output = next(iter(graph.find_nodes(op="output")))
+    due: dict[int, list[Recompute]] = defaultdict(list)
+    for step in schedule.recompute:
+        due[step.before].append(step)
+
+    def current(node: fx.Node) -> fx.Node:
+        """The node that a backward op scheduled now reads in the place of `node`."""
+        return latest.get(position.get(node, -1), node)
+
+    for before in sorted(due):
+        if not 0 <= before <= len(nodes):
+            raise PlanMismatch(f"the schedule recomputes before op {before}, but the graph has {len(nodes)} ops")
+    backward = _backward_ops(nodes)
+    for at in [*(i for i, node in enumerate(nodes) if node in backward), len(nodes)]:
+        anchor = nodes[at] if at < len(nodes) else output
+        for step in due.pop(at, ()):
+            original = nodes[step.value]
+            with graph.inserting_before(anchor):
+                copied = graph.node_copy(original, current)
+            copied.meta = copy.copy(original.meta)
+            for key in _NOT_COPIED:
+                copied.meta.pop(key, None)
+            latest[step.value] = copied
+        if at < len(nodes):
+            _reads(anchor, current)
+        else:
+            _output_reads(output, current, num_forward_outputs)
+    if due:
+        raise PlanMismatch(f"the schedule recomputes before ops {sorted(due)}, which do not belong to the backward")
+    del recomputed, saved
+
+
+def _backward_ops(nodes: list[fx.Node]) -> set[fx.Node]:
+    """Ops that run in the backward only because they depend on a tangent or torch pinned them there."""
+    out: set[fx.Node] = set()
+    for node in nodes:
+        if node.op != "placeholder" and (
+            partitioners._must_be_in_backward(node)
+            or any(n in out or partitioners._is_tangent(n) for n in node.all_input_nodes)
+        ):
+            out.add(node)
+    return out
+
+
+def _reads(node: fx.Node, current: Any) -> None:
+    node.args = pytree.tree_map_only(fx.Node, current, node.args)
+    node.kwargs = pytree.tree_map_only(fx.Node, current, dict(node.kwargs))
+
+
+def _output_reads(output: fx.Node, current: Any, num_forward_outputs: int) -> None:
+    """The backward's outputs read copies; the forward's outputs stay the originals."""
+    leaves, spec = pytree.tree_flatten(output.args)
+    mapped = [
+        current(leaf) if i >= num_forward_outputs and isinstance(leaf, fx.Node) else leaf for i, leaf in enumerate(leaves)
+    ]
+    output.args = pytree.tree_unflatten(mapped, spec)

@@ -1,0 +1,53 @@
+"""The `CustomPartitionerFn` that applies a plan."""
+
+from __future__ import annotations
+
+import hashlib
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from .._compat import CustomPartitionerFn, fx_graph_cse, get_hash_for_files, partitioners
+from . import extract, registry, tags
+
+
+def _canonical(gm: Any) -> Any:
+    """A copy without dead code and common subexpressions: the form in which graphs are described and schedules speak."""
+    graph = torch.fx.Graph()
+    output = graph.graph_copy(gm.graph, {})
+    graph.output(output).meta = dict(next(iter(gm.graph.find_nodes(op="output"))).meta)
+    joint = torch.fx.GraphModule(gm, graph)
+    joint.graph.eliminate_dead_code()
+    joint.graph = fx_graph_cse(joint.graph)
+    return joint
+
+
+class PlanPartitioner(CustomPartitionerFn):  # type: ignore[misc, unused-ignore]
+    """Splits each joint graph as the plan registered under `plan_id` says (facts: torch/_inductor/custom_graph_pass.py).
+
+    `digest` is the plan's; with the code of this package it makes the `uuid`, which is in torch's cache key: another plan
+    or budget never meets this one's cached code. A plan that decides nothing for a graph leaves it to torch's own
+    partitioner, called exactly as torch would: the default graphs, node by node.
+    """
+
+    def __init__(self, plan_id: str, digest: str) -> None:
+        self.plan_id = plan_id
+        self.digest = digest
+
+    def __call__(self, gm: Any, joint_inputs: Any, **kwargs: Any) -> Any:
+        entry = registry.lookup(self.plan_id)
+        if entry is not None:
+            joint = _canonical(gm)
+            outputs = kwargs["num_fwd_outputs"]
+            schedule = entry.decide(joint, outputs, kwargs.get("static_lifetime_input_indices"))
+            if schedule is not None and not schedule.default:
+                if entry.mode == "tags":
+                    return tags.partition_by_tags(joint, joint_inputs, schedule, **kwargs)
+                return extract.extract(joint, schedule, outputs)
+        return partitioners.min_cut_rematerialization_partition(gm, joint_inputs, **kwargs)
+
+    def uuid(self) -> Any:
+        here = Path(__file__).parent
+        code = get_hash_for_files(tuple(str(here / name) for name in ("extract.py", "tags.py", "partitioner.py")))
+        return hashlib.sha256(code + self.digest.encode()).hexdigest()

@@ -1,0 +1,123 @@
+"""Run the code that Inductor generates without compiling or running a kernel.
+
+Inductor ends in the source of a Python wrapper, `call(args)`, that states every allocation (`empty_strided_*`), every
+reuse and every `del`, between launches of kernels. Here that source is executed with the launches replaced by nothing and
+the allocations made on fake tensors, so a `CountingFakeMode` sees the exact life of every buffer. It is the very code
+that will run: fusion, buffer reuse and in-place updates are decided by then, which no model of the graph can promise.
+
+Blind spots: scratch memory inside library kernels (a convolution's workspace), and numpy.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import types
+from collections.abc import Callable, Iterator
+from typing import Any
+from unittest import mock
+
+import torch
+
+from .._compat import GraphLowering
+from .fake import CountingFakeMode
+
+Call = Callable[[list[Any]], Any]
+
+
+class _NoKernels:
+    """In the place of `AsyncCompile`: every kernel is the empty one."""
+
+    def wait(self, scope: dict[str, Any]) -> None:
+        return None
+
+    def __getattr__(self, name: str) -> Callable[..., Any]:
+        return lambda *args, **kwargs: _NoKernel()
+
+
+class _NoKernel:
+    def __call__(self, *args: Any, **kwargs: Any) -> None:
+        return None
+
+    def run(self, *args: Any, **kwargs: Any) -> None:
+        return None
+
+
+class _ExternKernels:
+    """In the place of `extern_kernels`: with `out=` nothing is allocated, without it the result is."""
+
+    def __init__(self, real: Any) -> None:
+        self._real = real
+
+    def __getattr__(self, name: str) -> Callable[..., Any]:
+        def launch(*args: Any, out: Any = None, **kwargs: Any) -> Any:
+            return out if out is not None else getattr(self._real, name)(*args, **kwargs)
+
+        return launch
+
+
+def _empty_strided(size: Any, stride: Any, dtype: torch.dtype, *, device: str) -> torch.Tensor:
+    return torch.empty_strided(size, stride, dtype=dtype, device=device)
+
+
+def _reinterpret(tensor: torch.Tensor, size: Any, stride: Any, offset: int = 0) -> torch.Tensor:
+    return tensor.as_strided(size, stride, tensor.storage_offset() + offset)
+
+
+def _nothing(*args: Any, **kwargs: Any) -> None:
+    return None
+
+
+def dry_call(source: str, constants: dict[str, Any]) -> Call:
+    """`call(args)` of a wrapper's source, to be run under a `CountingFakeMode`."""
+    scope: dict[str, Any] = {"__name__": "dtr_dry_wrapper", "_dtr_no_kernels": _NoKernels}
+    source = source.replace("AsyncCompile()", "_dtr_no_kernels()")
+    exec(compile(source, "<inductor wrapper, dry>", "exec"), scope)  # noqa: S102 - Inductor's own output
+    for name in list(scope):
+        if name.startswith("empty_strided_"):
+            device = name.removeprefix("empty_strided_").removesuffix("_pinned")
+            scope[name] = functools.partial(_empty_strided, device=device)
+    scope["reinterpret_tensor"] = _reinterpret
+    scope["assert_size_stride"] = scope["assert_alignment"] = _nothing
+    scope["extern_kernels"] = _ExternKernels(scope["extern_kernels"])
+    scope.update(constants)
+    call: Call = scope["call"]
+    return call
+
+
+@contextlib.contextmanager
+def dry_codegen(mode: CountingFakeMode, generated: Callable[[GraphLowering, Call], Call]) -> Iterator[None]:
+    """Inside the block Inductor generates code but compiles and loads none.
+
+    `generated(lowering, call)` gets each lowered graph with its dry `call` and returns the `call` to use instead.
+    """
+
+    def compile_to_module(self: GraphLowering) -> Any:
+        counting, mode.counting = mode.counting, False
+        try:
+            wrapper, _ = self.codegen_with_cpp_wrapper() if self.cpp_wrapper else self.codegen()
+            call = dry_call(wrapper.value, dict(self.constants))
+        finally:
+            mode.counting = counting
+        module = types.SimpleNamespace(__file__="<dry>", call=generated(self, call))
+        self.cache_key, self.cache_path, self.cache_linemap = "dry", None, []
+        return module
+
+    with (
+        mock.patch.object(GraphLowering, "compile_to_module", compile_to_module),
+        # Only text for bug reports; it deep-copies every graph, and with it fake tensors whose storage has no pointer.
+        mock.patch("torch._dynamo.repro.after_aot.save_graph_repro", _nothing),
+    ):
+        yield
+
+
+def buffer_names(lowering: GraphLowering) -> frozenset[str]:
+    """Names of the FX nodes whose value Inductor really stores: its buffers less those that fusion removed."""
+    gone = lowering.removed_buffers | lowering.inplaced_to_remove
+    names = set()
+    for buffer in lowering.buffers:
+        name = buffer.get_name()
+        origin = buffer.get_origin_node() if hasattr(buffer, "get_origin_node") else None
+        if origin is not None and name not in gone:
+            names.add(origin.name)
+    return frozenset(names)

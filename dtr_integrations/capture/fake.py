@@ -1,0 +1,147 @@
+"""A world of fake tensors whose every storage is counted from birth to death.
+
+A fake tensor has a shape, a dtype and a (meta) storage but no data: creating, viewing and dropping one is what the real
+program does to the allocator, at no cost. `CountingFakeMode` writes each storage into a `core.ledger.Ledger`: born when
+an op first returns it, dead when nothing holds it any more (a weak reference on the storage, which outlives the Python
+object as long as C++ holds the storage, e.g. in autograd's saved tensors).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import random
+import weakref
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch.utils import _pytree as pytree
+
+from .._compat import FakeCopyMode, FakeTensor, FakeTensorMode
+from ..core.ledger import Ledger
+from ..errors import CaptureError
+
+
+class CountingFakeMode(FakeTensorMode):  # type: ignore[misc, unused-ignore]
+    """FakeTensorMode that reports storages. Only what the outermost op returns counts: what a decomposition makes on
+    the way to a fake result exists in no real kernel."""
+
+    def __init__(self, ledger: Ledger) -> None:
+        super().__init__(allow_non_fake_inputs=False)
+        self.ledger = ledger
+        self.counting = True
+        self._depth = 0
+        self._watched: dict[int, weakref.ref[Any]] = {}
+
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        """Dynamo skips every frame while a dispatch mode is active unless the mode says that it does not mind."""
+        return True
+
+    def dispatch(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self._depth += 1
+        try:
+            out = super().dispatch(func, types, args, kwargs or {})
+        finally:
+            self._depth -= 1
+        if self.counting and not self._depth:
+            for leaf in pytree.tree_leaves(out):
+                if isinstance(leaf, FakeTensor):
+                    self.watch(leaf)
+        return out
+
+    def watch(self, tensor: torch.Tensor, kind: str = "transient") -> None:
+        """Count the tensor's storage from now until it dies."""
+        storage = tensor.untyped_storage()
+        key = storage._cdata
+        if key in self._watched:
+            return
+        ledger, watched = self.ledger, self._watched
+
+        def died(_: object) -> None:
+            del watched[key]
+            ledger.death(key)
+
+        watched[key] = weakref.ref(storage, died)
+        ledger.birth(key, storage.nbytes(), kind)
+
+    def label(self, tensor: torch.Tensor, kind: str) -> None:
+        """Say what a tensor's storage is for; start counting it if it was not."""
+        self.watch(tensor, kind)
+        self.ledger.label(tensor.untyped_storage()._cdata, kind)
+
+
+class FakeWorld:
+    """Fake twins of real objects, all in one mode and one ledger; the real ones are never written to."""
+
+    def __init__(self) -> None:
+        self.ledger = Ledger()
+        self.mode = CountingFakeMode(self.ledger)
+        self._memo: dict[int, Any] = {}
+
+    def copy(self, thing: Any, *, shared: tuple[Any, ...] = ()) -> Any:
+        """A deep copy of `thing` in which every tensor is fake; objects in `shared` stay the real ones.
+
+        Several calls share one memo, so an optimizer's copy points at the parameters of the module's copy.
+        Raises `CaptureError` when something in it cannot be copied.
+        """
+        for item in shared:
+            self._memo[id(item)] = item
+        try:
+            with FakeCopyMode(self.mode):
+                return copy.deepcopy(thing, self._memo)
+        except Exception as error:
+            raise CaptureError(
+                f"a {type(thing).__name__} cannot be copied for planning ({type(error).__name__}: {error}). "
+                "Keep locks, open files and loaders out of the module's attributes, or give them a __deepcopy__."
+            ) from error
+
+    def optimizer(self, optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
+        """The optimizer's twin: same class, hyper-parameters and state, stepping the copied parameters only.
+
+        Only the state that `Optimizer.__getstate__` names is copied: a scheduler replaces `step` on the instance by a
+        closure over the *real* optimizer.
+        """
+        twin: torch.optim.Optimizer = self.copy(optimizer)
+        with self.mode:
+            for state in twin.state.values():
+                for name, value in state.items():
+                    # A step counter is read as a number (`.item()`): a fake one must know its value.
+                    if isinstance(value, torch.Tensor) and value.ndim == 0 and name == "step":
+                        state[name] = torch.tensor(0.0, dtype=value.dtype)
+        return twin
+
+    def fake(self, tree: Any) -> Any:
+        """The pytree with fake tensors in the place of real ones (same shapes, dtypes, aliasing, `requires_grad`)."""
+        return self.copy(tree)
+
+    @contextlib.contextmanager
+    def active(self) -> Iterator[None]:
+        """Run code in this world. The random state of Python, numpy and torch is put back at the end."""
+        with preserved_randomness(), self.mode:
+            yield
+
+
+@contextlib.contextmanager
+def preserved_randomness() -> Iterator[None]:
+    """Python's, numpy's and torch's (CPU and accelerators') random state is the same after the block as before it."""
+    python_state = random.getstate()
+    torch_state = torch.random.get_rng_state()
+    cuda_states = (
+        torch.cuda.get_rng_state_all() if torch.cuda.is_available() and torch.cuda.is_initialized() else None
+    )
+    try:
+        import numpy
+    except ImportError:  # torch works without numpy
+        numpy = None  # type: ignore[assignment]
+    numpy_state = numpy.random.get_state() if numpy is not None else None
+    try:
+        yield
+    finally:
+        random.setstate(python_state)
+        torch.random.set_rng_state(torch_state)
+        if cuda_states is not None:
+            torch.cuda.set_rng_state_all(cuda_states)
+        if numpy is not None and numpy_state is not None:
+            numpy.random.set_state(numpy_state)

@@ -1,0 +1,129 @@
+"""How one training step is run: the only thing that an adapter has to supply.
+
+A `StepSource` builds, in a `FakeWorld`, fake twins of what the step uses and returns a `FakeStep`; running that performs
+one whole optimizer step exactly as the framework would: forward, loss, (zeroing,) backward, clipping, optimizer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import torch
+from torch import nn
+from torch.utils import _pytree as pytree
+
+from ..errors import CaptureError
+from .fake import FakeWorld
+
+
+@dataclass(kw_only=True)
+class FakeStep:
+    """One training step on fake twins.
+
+    `targets` are the submodules (names in `model`; "" is the model itself) to compile. `run()` performs one whole
+    optimizer step; afterwards gradients are as the framework leaves them between steps. `batch` is what lives through
+    the step besides the model.
+    """
+
+    model: nn.Module
+    targets: Sequence[str]
+    run: Callable[[], None]
+    optimizers: Sequence[torch.optim.Optimizer] = ()
+    batch: Any = field(default=())
+
+
+class StepSource(Protocol):
+    """What adapters implement (contract of the capture; see `ModuleStep` for the plain one)."""
+
+    def build(self, world: FakeWorld) -> FakeStep:
+        """Fake twins of the model, the optimizers and the batch, and the step over them. Must not change the real ones."""
+        ...
+
+
+def split_inputs(example_inputs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """`example_inputs` of the public functions as (positional, keyword) arguments: a tensor, a tuple or list, or a dict."""
+    if isinstance(example_inputs, Mapping):
+        return (), dict(example_inputs)
+    if isinstance(example_inputs, (tuple, list)):
+        return tuple(example_inputs), {}
+    return (example_inputs,), {}
+
+
+def default_loss(output: Any) -> torch.Tensor:
+    """What `loss_fn=None` means: the output's `.loss`, else the output if it is a scalar, else the mean of its first
+    floating tensor in float32."""
+    loss = output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", None)
+    if isinstance(loss, torch.Tensor):
+        return loss
+    if isinstance(output, torch.Tensor) and output.ndim == 0:
+        return output
+    leaves = pytree.tree_leaves(output if not hasattr(output, "__dataclass_fields__") else vars(output))
+    for leaf in leaves:
+        if isinstance(leaf, torch.Tensor) and leaf.is_floating_point():
+            return leaf.float().mean()
+    raise CaptureError(
+        f"the model returned {type(output).__name__} without a floating tensor in it, so there is no loss to plan for. "
+        "Pass loss_fn=, a function of the model's output that returns a scalar tensor."
+    )
+
+
+def zero_gradients(parameters: Iterable[torch.Tensor]) -> None:
+    """As `zero_grad(set_to_none=True)`."""
+    for parameter in parameters:
+        parameter.grad = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModuleStep:
+    """The plain training step: `loss_fn(model(*inputs))`, backward, optimizer step.
+
+    `micro_batches` > 1: gradients accumulate over that many forward/backward pairs before the optimizer steps.
+    `zero_after_forward`: old gradients are dropped between forward and backward (as Lightning does), so they live beside
+    the activations; otherwise they are dropped before the forward. `context()` wraps forward and loss (autocast).
+    """
+
+    model: nn.Module
+    example_inputs: Any
+    loss_fn: Callable[[Any], torch.Tensor] | None = None
+    optimizer: torch.optim.Optimizer | None = None
+    targets: Sequence[str] = ("",)
+    micro_batches: int = 1
+    zero_after_forward: bool = False
+    context: Callable[[], Any] | None = None
+
+    def build(self, world: FakeWorld) -> FakeStep:
+        """See `StepSource.build`."""
+        model = world.copy(self.model)
+        zero_gradients(model.parameters())
+        batch = world.fake(self.example_inputs)
+        optimizer = world.optimizer(self.optimizer) if self.optimizer is not None else None
+        loss_fn = self.loss_fn or default_loss
+        args, kwargs = split_inputs(batch)
+
+        def loss_of() -> torch.Tensor:
+            if self.context is None:
+                return loss_fn(model(*args, **kwargs))
+            with self.context():
+                return loss_fn(model(*args, **kwargs))
+
+        def run() -> None:
+            for micro in range(self.micro_batches):
+                if micro == 0 and not self.zero_after_forward:
+                    zero_gradients(model.parameters())
+                loss = loss_of()
+                if micro == 0 and self.zero_after_forward:
+                    zero_gradients(model.parameters())
+                loss.backward()
+                del loss
+            if optimizer is not None:
+                optimizer.step()
+
+        return FakeStep(
+            model=model,
+            targets=self.targets,
+            run=run,
+            optimizers=() if optimizer is None else (optimizer,),
+            batch=batch,
+        )

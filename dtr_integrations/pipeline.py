@@ -1,0 +1,349 @@
+"""capture → search → certify, as plain functions (design §1): from a `StepSource` to a certified `Plan`."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from torch import fx
+
+from .apply import registry
+from .apply.partitioner import PlanPartitioner
+from .capture.costs import measured_rates
+from .capture.joint import describe, fingerprint
+from .capture.source import StepSource
+from .capture.step import Captured, DryRun, capture, certify
+from .core.graph import JointGraph, RegionKind, StepGraph
+from .core.plan import GraphSchedule, Plan
+from .core.profile import StepProfile
+from .core.schedule import default_schedules
+from .core.simulate import Correction, Observation, calibrate, correct
+from .distributed import Reserve
+from .errors import BudgetInfeasible, CertifyError, PlanMismatch
+from .planner import Frontier, Point, Problem, search
+
+# Certifying costs about a compile's front half; the simulator is mostly within 2 %, so few rounds settle it.
+_MAX_ROUNDS = 6
+# A certified plan that leaves more than this share of the dynamic budget unused is worth one more round.
+_SLACK_WORTH_A_ROUND = 0.03
+
+Progress = Callable[[str], None]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Planned:
+    """A plan with all that led to it. `profile` is the exact dry run of the plan, `rounds` the plans certified."""
+
+    plan: Plan
+    captured: Captured
+    frontier: Frontier
+    profile: StepProfile
+    correction: Correction
+    rounds: int
+    seconds: Mapping[str, float] = field(default_factory=dict)
+
+
+def silent(message: str) -> None:
+    """The progress callback that shows nothing."""
+
+
+def make_plan(
+    source: StepSource,
+    *,
+    budget_bytes: int,
+    reserve: Reserve,
+    device: str = "cpu",
+    options: dict[str, Any] | None = None,
+    mode: str = "schedule",
+    best_effort: bool = False,
+    given: Plan | None = None,
+    progress: Progress = silent,
+) -> Planned:
+    """Plan one step under `budget_bytes` (the rank's total; the reserve comes off it).
+
+    Raises `BudgetInfeasible` with the lowest reachable bytes when nothing fits (`best_effort`: returns the lowest plan),
+    `PlanMismatch` when `given` (a plan made earlier) is not for this step, `CaptureError` when the step cannot be captured.
+    """
+    clock = _Clock()
+    progress("capturing the training step")
+    captured = capture(source, options=options, device=device)
+    clock.lap("capture")
+    bench = _Bench(source=source, captured=captured, options=options, mode=mode, progress=progress)
+    target = budget_bytes - reserve.total_bytes
+    correction = calibrate(captured.step)
+    problem = Problem(step=captured.step, correction=correction, focus_bytes=target)
+    if given is not None:
+        best, frontier = bench.run(_given_schedules(given, captured.step)), search(problem)
+        if best.peak_bytes > target and not best_effort:
+            raise _infeasible(bench, frontier, best, budget_bytes, reserve, "the given plan")
+    else:
+        progress("searching")
+        best, frontier, correction = _search_certified(bench, problem, target)
+        if best.peak_bytes > target and not best_effort:
+            raise _infeasible(bench, frontier, best, budget_bytes, reserve, "every plan")
+    clock.lap("search and certify")
+    plan = Plan(
+        budget_bytes=budget_bytes,
+        predicted_allocated_bytes=best.peak_bytes,
+        default_allocated_bytes=captured.default.peak_bytes,
+        static_bytes=captured.default.static_bytes,
+        reserve_bytes=reserve.total_bytes,
+        slowdown=best.slowdown,
+        schedule=best.schedules,
+        simulated_bytes=best.simulated_bytes,
+        breakdown=dict(best.profile.breakdown),
+        reserve=dict(reserve.lines),
+        mode=mode,
+    )
+    return Planned(
+        plan=plan,
+        captured=captured,
+        frontier=frontier,
+        profile=best.profile,
+        correction=correction,
+        rounds=bench.rounds,
+        seconds=clock.laps,
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Certified:
+    """One plan with its exact peak; `slowdown` is modelled, `simulated_bytes` what the search tier had thought."""
+
+    schedules: tuple[GraphSchedule, ...]
+    slowdown: float
+    simulated_bytes: int
+    profile: StepProfile
+
+    @property
+    def peak_bytes(self) -> int:
+        return self.profile.peak_bytes
+
+
+@dataclass(kw_only=True)
+class _Bench:
+    """Certifies points of the frontier and remembers what it saw."""
+
+    source: StepSource
+    captured: Captured
+    options: dict[str, Any] | None
+    mode: str
+    progress: Progress
+    rounds: int = 0
+    seen: dict[tuple[GraphSchedule, ...], Certified] = field(default_factory=dict)
+    observations: list[Observation] = field(default_factory=list)
+
+    def default(self) -> Certified:
+        """Torch's own partition: certified by the capture itself."""
+        return Certified(
+            schedules=default_schedules(self.captured.step.graphs),
+            slowdown=1.0,
+            simulated_bytes=self.captured.default.peak_bytes,
+            profile=self.captured.default,
+        )
+
+    def point(self, point: Point) -> Certified:
+        """The exact peak of a point of the frontier."""
+        if all(schedule.default for schedule in point.schedules):
+            return self.default()
+        known = self.seen.get(point.schedules)
+        if known is None:
+            profile = self._dry(point.schedules).profile
+            known = Certified(
+                schedules=point.schedules,
+                slowdown=point.slowdown,
+                simulated_bytes=point.peak_bytes,
+                profile=profile,
+            )
+            self.seen[point.schedules] = known
+            self._observe(known)
+        return known
+
+    def run(self, schedules: tuple[GraphSchedule, ...]) -> Certified:
+        """The exact peak of schedules from elsewhere (a plan file)."""
+        from .core.simulate import simulate_step
+
+        if all(schedule.default for schedule in schedules):
+            return self.default()
+        simulated = simulate_step(self.captured.step, schedules, correction=calibrate(self.captured.step))
+        return self.point(
+            Point(peak_bytes=simulated.peak_bytes, slowdown=simulated.slowdown, schedules=schedules)
+        )
+
+    def _dry(self, schedules: Sequence[GraphSchedule]) -> DryRun:
+        self.rounds += 1
+        self.progress(f"certifying plan {self.rounds}")
+        with planned_partitioner(schedules, mode=self.mode) as partitioner:
+            return certify(self.source, partitioner, options=self.options)
+
+    def _observe(self, certified: Certified) -> None:
+        by_name = {schedule.fingerprint: schedule for schedule in certified.schedules}
+        regions = [r for r in certified.profile.regions if r.graph >= 0]
+        for region in regions:
+            if region.graph >= len(self.captured.step.graphs):
+                raise CertifyError(
+                    "the dry run of the plan met a graph that the capture did not: the step is not the same twice"
+                )
+            graph = self.captured.step.graphs[region.graph]
+            self.observations.append(
+                Observation(
+                    graph=graph,
+                    schedule=by_name[graph.fingerprint],
+                    direction=RegionKind(region.kind),
+                    rise_bytes=region.rise_bytes,
+                )
+            )
+
+
+def _search_certified(bench: _Bench, problem: Problem, target: int) -> tuple[Certified, Frontier, Correction]:
+    """The fastest plan whose *exact* peak is within `target`; when none is, the lowest that was found."""
+    default = bench.default()
+    frontier = search(problem)
+    correction = problem.correction
+    if default.peak_bytes <= target:
+        return default, frontier, correction
+    best: Certified | None = None
+    lowest: Certified | None = None
+    dynamic = max(target - bench.captured.default.static_bytes, 1)
+    for _ in range(_MAX_ROUNDS):
+        point = frontier.at(target) or frontier.lowest
+        if point.schedules in bench.seen:
+            break
+        certified = bench.point(point)
+        if lowest is None or certified.peak_bytes < lowest.peak_bytes:
+            lowest = certified
+        if certified.peak_bytes <= target and (best is None or certified.slowdown < best.slowdown):
+            best = certified
+        if best is certified and (target - certified.peak_bytes) / dynamic <= _SLACK_WORTH_A_ROUND:
+            break
+        correction = correct(problem.correction, bench.observations)
+        frontier = search(replace(problem, correction=correction))
+    if best is not None:
+        return best, frontier, correction
+    # The simulator may stay wrong at the very bottom: what it calls lowest is the last word only after a dry run.
+    certified = bench.point(frontier.lowest)
+    assert lowest is not None
+    return min(lowest, certified, key=lambda c: c.peak_bytes), frontier, correction
+
+
+class planned_partitioner:  # noqa: N801 - used as `with planned_partitioner(...)`
+    """A partitioner that carries out fixed schedules, registered for the length of a `with` block."""
+
+    def __init__(self, schedules: Sequence[GraphSchedule], *, mode: str) -> None:
+        self._by_name = {schedule.fingerprint: schedule for schedule in schedules}
+        self._mode = mode
+        self._id = ""
+
+    def __enter__(self) -> PlanPartitioner:
+        self._id = registry.register(registry.Entry(decide=self._decide, mode=self._mode))
+        return PlanPartitioner(self._id, digest=self._id)
+
+    def __exit__(self, *exc: object) -> None:
+        registry.unregister(self._id)
+
+    def _decide(self, joint: fx.GraphModule, num_outputs: int, static: Any) -> GraphSchedule | None:
+        return self._by_name.get(fingerprint(joint, num_outputs))
+
+
+def plan_unknown(
+    joint: fx.GraphModule, num_outputs: int, static: Any, *, planned: Planned, device: str
+) -> tuple[GraphSchedule, int, float]:
+    """A schedule for a graph that the plan does not know, with the budget that the step leaves it.
+
+    The rest of the step is taken to be as captured, and the new graph to stand in the place of the largest known one.
+    Not certified (the step around it is not known): the search tier's peak, less the error it had on the known plan.
+    Returns (schedule, simulated peak bytes, slowdown).
+    """
+    draft = describe(joint, num_outputs, static, measured_rates(device))
+    draft.default_saved = _default_saved(joint, num_outputs, static, draft)
+    draft.static = set(draft.input_storages) - {-1} | draft.static
+    graph = draft.finish()
+    step = _step_with(planned.captured.step, graph)
+    target = planned.plan.budget_bytes - planned.plan.reserve_bytes
+    known_error = planned.plan.predicted_allocated_bytes - (planned.plan.simulated_bytes or 0)
+    problem = Problem(step=step, correction=Correction(), focus_bytes=target - max(known_error, 0))
+    frontier = search(problem)
+    point = frontier.at(target - max(known_error, 0)) or frontier.lowest
+    schedule = next(s for s in point.schedules if s.fingerprint == graph.fingerprint)
+    return schedule, point.peak_bytes, point.slowdown
+
+
+def _default_saved(joint: fx.GraphModule, num_outputs: int, static: Any, draft: Any) -> tuple[int, ...]:
+    from ._compat import partitioners
+    from .capture.joint import saved_indices
+    from .capture.step import copied_graph
+
+    copy = fx.GraphModule(joint, copied_graph(joint.graph))
+    _, backward = partitioners.min_cut_rematerialization_partition(
+        copy, None, num_fwd_outputs=num_outputs, static_lifetime_input_indices=static
+    )
+    return saved_indices(backward, draft)
+
+
+def _step_with(step: StepGraph, graph: JointGraph) -> StepGraph:
+    """The captured step with `graph` in the place of its largest graph (by bytes saved); its rises are then simulated."""
+    from .core.simulate import simulate_step
+
+    sizes = [sum(g.value_bytes(i) for i in g.default_saved) for g in step.graphs]
+    index = sizes.index(max(sizes)) if sizes else 0
+    graphs = tuple(graph if i == index else g for i, g in enumerate(step.graphs))
+    profile_of_default = default_schedules(graphs)
+    uncalibrated = replace(step, graphs=graphs)
+    simulated = simulate_step(
+        uncalibrated, [replace(s, default=s.fingerprint != graph.fingerprint) for s in profile_of_default]
+    )
+    regions = tuple(
+        replace(region, rise_bytes=level.rise_bytes) if region.graph == index else region
+        for region, level in zip(step.regions, simulated.levels, strict=True)
+    )
+    return replace(uncalibrated, regions=regions, default_peak_bytes=simulated.peak_bytes)
+
+
+def _given_schedules(plan: Plan, step: StepGraph) -> tuple[GraphSchedule, ...]:
+    captured = {g.fingerprint for g in step.graphs}
+    known = {s.fingerprint for s in plan.schedule}
+    if captured != known:
+        differences = tuple(
+            [f"graph {f} of the plan is not in this step" for f in sorted(known - captured)]
+            + [f"graph {f} of this step is not in the plan" for f in sorted(captured - known)]
+        )
+        raise PlanMismatch(
+            f"the plan was made for another step: {len(known & captured)} of {len(known)} graphs match "
+            f"(this step has {len(captured)}). The model, its shapes, dtypes or the compile options differ; plan again.",
+            differences=differences,
+        )
+    return plan.schedule
+
+
+def _infeasible(
+    bench: _Bench, frontier: Frontier, best: Certified, budget_bytes: int, reserve: Reserve, what: str
+) -> BudgetInfeasible:
+    del what
+    lowest = best.peak_bytes + reserve.total_bytes
+    static = bench.captured.step.static
+    holders = [
+        ("parameters", static.parameter_bytes),
+        ("optimizer state", static.optimizer_bytes),
+        ("buffers", static.buffer_bytes),
+        ("gradients", static.gradient_bytes),
+        *frontier.holders(),
+    ]
+    return BudgetInfeasible(
+        budget_bytes=budget_bytes,
+        lowest_bytes=lowest,
+        reserve_bytes=reserve.total_bytes,
+        holders=tuple((name, size) for name, size in holders if size),
+    )
+
+
+class _Clock:
+    def __init__(self) -> None:
+        self._start = time.perf_counter()
+        self.laps: dict[str, float] = {}
+
+    def lap(self, name: str) -> None:
+        now = time.perf_counter()
+        self.laps[name] = now - self._start
+        self._start = now
