@@ -1,0 +1,140 @@
+"""Which values of a compiled graph become buffers, and which are fused away: the rule behind the simulator.
+
+Inductor inlines pointwise ops into whatever reads them, so most values never exist. A value gets a buffer when a library
+kernel makes or reads it, when it leaves the graph, when a reduction makes it, or when inlining it would repeat too much
+work (`torch/_inductor/graph.py`, `run_node`: "Realize if"; `ir.py`, `StorageBox.should_realize_on_reuse`). What a default
+compile did is known exactly (`JointGraph.buffers`); the static rule stands in where nothing is known: recomputed values
+that the default saved, and graphs that were never generated.
+
+What the rule does not do: it knows no kernel boundaries (a value realised by the read count but consumed in the same
+kernel still counts), no layouts (a copy made for a stride order is not seen) and no reordering by the scheduler.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from .graph import JointGraph, OpKind, Phase
+
+__all__ = ["DEFAULT_POLICY", "FusionPolicy", "FusionTables", "fusion_tables", "is_buffer"]
+
+# Inlining these twice is dearer than a buffer (`ir.py`, `heavy_ops`; on CPU only).
+_HEAVY_TARGETS = ("exp", "log", "sigmoid", "tanh", "gelu", "silu", "softmax")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class FusionPolicy:
+    """Named choices of the rule.
+
+    Attributes:
+        use_codegen: Prefer what the default's generated code did over the static rule.
+        reuse_reads: A value read by several ops becomes a buffer when its expression reads more buffers than this.
+        chain_reads: A value becomes a buffer whatever reads it when its expression reads more buffers than this.
+        heavy_reuse: A transcendental op read by several ops becomes a buffer (Inductor on CPU).
+        reuse_in_place: A pointwise kernel writes into an input of its own size that dies there.
+        donate_saved: ... also if that input was handed over by the forward (AOT's donated buffers).
+        inlined_cost: Share of an op's `cost_ms` that is charged when it has no buffer: its memory traffic is saved.
+    """
+
+    use_codegen: bool = True
+    reuse_reads: int = 4
+    chain_reads: int = 12
+    heavy_reuse: bool = True
+    reuse_in_place: bool = True
+    donate_saved: bool = True
+    inlined_cost: float = 1.0
+
+
+DEFAULT_POLICY = FusionPolicy()
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class FusionTables:
+    """What the rule knows of one graph, per op: True, False, or None where the static rule decides."""
+
+    policy: FusionPolicy
+    forward: tuple[bool | None, ...]
+    backward: tuple[bool | None, ...]  # the backward's own ops and those that it recomputes
+    reuse: tuple[bool, ...]  # becomes a buffer when several ops read it
+
+
+def is_buffer(
+    kind: OpKind, known: bool | None, *, leaves: bool, reuse: bool, extern_read: bool, readers: int
+) -> bool:
+    """Whether a computed value has a buffer of its own.
+
+    Args:
+        kind: Of the op that makes it.
+        known: What generated code says, if anything.
+        leaves: It is an output of the program.
+        reuse: `FusionTables.reuse` of the op.
+        extern_read: A library kernel or the end of the program reads it, directly or through views.
+        readers: Ops that read it, directly or through views.
+    """
+    if kind is OpKind.EXTERN:
+        return True
+    if kind is OpKind.VIEW or kind is OpKind.SYMBOL:
+        return False
+    if leaves:
+        return True
+    if known is not None:
+        return known
+    return kind is OpKind.REDUCTION or extern_read or (reuse and readers > 1)
+
+
+def fusion_tables(graph: JointGraph, policy: FusionPolicy = DEFAULT_POLICY) -> FusionTables:
+    """The rule's tables for `graph`."""
+    forward: list[bool | None] = [None] * len(graph.ops)
+    backward: list[bool | None] = [None] * len(graph.ops)
+    if graph.buffers is not None and policy.use_codegen:
+        made, made_back = graph.buffers
+        left = _behind_views(graph, {*graph.default_saved, *graph.forward_outputs})
+        saved = set(graph.default_saved)
+        for op in graph.ops:
+            if op.phase is Phase.BACKWARD or (op.phase is Phase.FREE and op.index not in saved):
+                backward[op.index] = op.index in made_back
+            elif op.phase is Phase.FORWARD and op.index not in left:
+                # A buffer only because it left the forward says nothing about a compile in which it does not.
+                forward[op.index] = backward[op.index] = op.index in made
+    return FusionTables(
+        policy=policy, forward=tuple(forward), backward=tuple(backward), reuse=_reuse(graph, policy)
+    )
+
+
+def _behind_views(graph: JointGraph, indices: set[int]) -> set[int]:
+    """`indices` and what they are views of."""
+    out = set(indices)
+    for op in reversed(graph.ops):
+        if op.index in out and op.kind is OpKind.VIEW:
+            out.update(op.inputs[:1])
+    return out
+
+
+def _reuse(graph: JointGraph, policy: FusionPolicy) -> tuple[bool, ...]:
+    """Emulates Inductor's lowering in joint order: how many buffers the inlined expression of each op reads."""
+    sources: list[frozenset[int]] = [frozenset()] * len(graph.ops)
+    reuse = [False] * len(graph.ops)
+    for op in graph.ops:
+        read = frozenset().union(*(sources[i] for i in op.inputs))
+        if op.kind is OpKind.VIEW:
+            sources[op.index] = read
+            continue
+        if op.kind in (OpKind.POINTWISE, OpKind.CONSTANT):
+            name = op.target.removeprefix("aten.").removeprefix("prims.").split(".")[0]
+            heavy = policy.heavy_reuse and name in _HEAVY_TARGETS
+            reuse[op.index] = heavy or len(read) > policy.reuse_reads
+            realised = (reuse[op.index] and len(graph.users[op.index]) > 1) or len(read) > policy.chain_reads
+            if not realised and not _read_by_extern(graph, op.index):
+                sources[op.index] = read
+                continue
+        if op.kind is not OpKind.SYMBOL:
+            sources[op.index] = frozenset((op.index,))
+    return tuple(reuse)
+
+
+def _read_by_extern(graph: JointGraph, index: int) -> bool:
+    return any(
+        graph.ops[u].kind is OpKind.EXTERN
+        or (graph.ops[u].kind is OpKind.VIEW and _read_by_extern(graph, u))
+        for u in graph.users[index]
+    )

@@ -1,0 +1,118 @@
+"""Local search around what other starts found: add saves back, drop, swap, so that no budget lies far from a good plan.
+
+Source: design of this library (the second seed: "it never backtracks ... something like beam search might be better").
+Descents here follow the *excess*, the bytes above a target summed over the step, instead of the peak: of two equal peaks
+the first one lowered counts as progress, so that the descent does not stall where the greedy does.
+
+What it does not do: it is no exact method, and it moves by single values (and pairs, in a swap). Values are recomputed
+once; a second copy is never tried.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Iterator
+
+from ..core.graph import OpKind
+from .archive import Archive
+from .greedy import held
+from .state import StepState
+
+__all__ = ["descend", "fill", "polish"]
+
+
+def addable(state: StepState) -> Iterator[tuple[int, int]]:
+    """(graph, op) of recomputed values that could be saved instead; views are left to what they view."""
+    for g, graph in enumerate(state.graphs):
+        ops = graph.graph.ops
+        for i in graph.recomputed():
+            op = ops[i]
+            if not op.saveable or op.kind is OpKind.CONSTANT:
+                continue
+            if op.kind is OpKind.VIEW and (ops[op.inputs[0]].saveable or op.value in graph.graph.static):
+                continue
+            yield g, i
+
+
+def descend(state: StepState, archive: Archive, target_bytes: int) -> bool:
+    """Drop saves until the peak is at most `target_bytes`, by least added ms per byte of excess removed.
+
+    Returns whether the target was reached; `state` is left at the last step.
+    """
+    heap = [(-1.0, g, i) for g, i in held(state)]
+    excess = state.excess_bytes(target_bytes)
+    while heap and excess:
+        idle = []
+        found = False
+        while heap:
+            _, g, i = heapq.heappop(heap)
+            graph = state.graphs[g]
+            before = state.cost_ms
+            mark = graph.mark()
+            graph.flip(i)
+            freed = excess - state.excess_bytes(target_bytes)
+            ratio = (state.cost_ms - before) / freed if freed > 0 else None
+            if ratio is not None and (not heap or ratio <= heap[0][0]):
+                graph.commit()
+                found = True
+                break
+            graph.rollback(mark)
+            if ratio is None:
+                idle.append((float("inf"), g, i))
+            else:
+                heapq.heappush(heap, (ratio, g, i))
+        if not found:
+            return False
+        for item in idle:
+            heapq.heappush(heap, item)
+        excess = state.excess_bytes(target_bytes)
+        archive.add(state)
+    return excess == 0
+
+
+def fill(state: StepState, archive: Archive, target_bytes: int) -> bool:
+    """Add saves back by most ms won per byte held, as long as the peak stays at or under `target_bytes`.
+
+    Returns whether anything was added; every step is archived.
+    """
+    heap: list[tuple[float, int, int]] = [(float("-inf"), g, i) for g, i in addable(state)]
+    changed = False
+    while heap:
+        _, g, i = heapq.heappop(heap)
+        graph = state.graphs[g]
+        before = state.cost_ms
+        mark = graph.mark()
+        graph.flip(i)
+        won = before - state.cost_ms
+        ratio = -won / (graph.graph.value_bytes(i) + 1)
+        leads = not heap or ratio <= heap[0][0]
+        if won > 0 and leads and state.peak_bytes <= target_bytes:
+            graph.commit()
+            archive.add(state)
+            changed = True
+            continue
+        graph.rollback(mark)
+        if won > 0 and not leads:
+            heapq.heappush(heap, (ratio, g, i))
+    return changed
+
+
+def polish(state: StepState, archive: Archive, target_bytes: int, *, tries: int) -> None:
+    """Drop each of the `tries` saves that hold most bytes per ms, fill again, and keep what is faster at the target."""
+    best = state.cost_ms
+    worth = []
+    for g, i in held(state):
+        graph = state.graphs[g]
+        before = state.cost_ms
+        mark = graph.mark()
+        graph.flip(i)
+        worth.append(((state.cost_ms - before) / (graph.graph.value_bytes(i) + 1), g, i))
+        graph.rollback(mark)
+    for _, g, i in heapq.nsmallest(tries, worth):
+        start = state.saved()
+        state.graphs[g].flip(i)
+        fill(state, archive, target_bytes)
+        if state.peak_bytes <= target_bytes and state.cost_ms < best:
+            best = state.cost_ms
+        else:
+            state.assign(start)

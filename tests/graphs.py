@@ -1,0 +1,276 @@
+"""Joint graphs for tests: small ones drawn by hypothesis, a chain that stalls the greedy, and a GPT-like stack."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from hypothesis import strategies as st
+
+from dtr_integrations.core.graph import (
+    JointGraph,
+    Op,
+    OpKind,
+    Phase,
+    Region,
+    RegionKind,
+    StaticMemory,
+    StepGraph,
+)
+from dtr_integrations.core.schedule import default_schedules
+from dtr_integrations.core.simulate import simulate_graph, simulate_step
+
+
+@dataclass
+class Builder:
+    """Adds ops one by one; phases are worked out at the end."""
+
+    ops: list[Op] = field(default_factory=list)
+    sizes: list[int] = field(default_factory=list)
+    static: set[int] = field(default_factory=set)
+    tangents: set[int] = field(default_factory=set)
+
+    def add(
+        self,
+        kind: OpKind,
+        inputs: Sequence[int] = (),
+        size: int | Sequence[int] = 0,
+        *,
+        cost: float = 1.0,
+        name: str = "",
+        target: str = "",
+        module: str = "",
+        value: int | None = None,
+        replayable: bool = True,
+        saveable: bool = True,
+    ) -> int:
+        index = len(self.ops)
+        sizes = (size,) if isinstance(size, int) else tuple(size)
+        storages: tuple[int, ...] = ()
+        if kind is OpKind.VIEW:
+            value = self.ops[inputs[0]].value if value is None else value
+            cost = 0.0
+        elif kind is OpKind.SYMBOL:
+            value, cost = -1, 0.0
+        else:
+            storages = tuple(range(len(self.sizes), len(self.sizes) + len(sizes)))
+            self.sizes.extend(sizes)
+            value = storages[0] if isinstance(size, int) else -1
+            saveable = saveable and isinstance(size, int)
+        self.ops.append(
+            Op(
+                index=index,
+                name=name or f"{kind.value}_{index}",
+                target=target or f"aten.{kind.value}",
+                module=module,
+                kind=kind,
+                phase=Phase.INPUT if kind is OpKind.INPUT else Phase.FREE,
+                inputs=tuple(dict.fromkeys(inputs)),
+                storages=storages,
+                value=value,
+                cost_ms=0.0 if kind is OpKind.INPUT else cost,
+                replayable=replayable,
+                saveable=saveable and kind is not OpKind.INPUT,
+            )
+        )
+        return index
+
+    def input(self, size: int, *, static: bool = False, name: str = "") -> int:
+        index = self.add(OpKind.INPUT, (), size, name=name or f"primals_{len(self.ops)}")
+        if static:
+            self.static.add(self.ops[index].value)
+        return index
+
+    def tangent(self, size: int) -> int:
+        index = self.add(OpKind.INPUT, (), size, name=f"tangents_{len(self.tangents) + 1}")
+        self.tangents.add(index)
+        return index
+
+    def finish(
+        self,
+        forward_outputs: Sequence[int],
+        backward_outputs: Sequence[int],
+        *,
+        fingerprint: str = "graph",
+        default_saved: Sequence[int] | None = None,
+        buffers: tuple[frozenset[int], frozenset[int]] | None = None,
+    ) -> JointGraph:
+        needed = set(forward_outputs)
+        alive = {*forward_outputs, *backward_outputs}
+        for op in reversed(self.ops):
+            if op.index in needed:
+                needed.update(op.inputs)
+            if op.index in alive:
+                alive.update(op.inputs)
+        late = set(self.tangents)
+        ops = []
+        for op in self.ops:
+            if late.intersection(op.inputs):
+                late.add(op.index)
+            if op.phase is not Phase.INPUT:
+                phase = (
+                    Phase.BACKWARD
+                    if op.index in late
+                    else Phase.FORWARD
+                    if op.index in needed
+                    else Phase.FREE
+                )
+                op = dataclasses.replace(op, phase=phase)
+            ops.append(op)
+        assert not late.intersection(forward_outputs)
+        if default_saved is None:
+            read_back = {i for op in ops if op.phase is Phase.BACKWARD for i in op.inputs}
+            default_saved = [i for i in sorted(read_back) if ops[i].phase is Phase.FORWARD and ops[i].saveable]
+        return JointGraph(
+            fingerprint=fingerprint,
+            ops=tuple(ops),
+            storage_bytes=tuple(self.sizes),
+            static=frozenset(self.static),
+            forward_outputs=tuple(forward_outputs),
+            backward_outputs=tuple(backward_outputs),
+            default_saved=tuple(default_saved),
+            buffers=buffers,
+        )
+
+
+_KINDS = (
+    OpKind.POINTWISE,
+    OpKind.POINTWISE,
+    OpKind.POINTWISE,
+    OpKind.EXTERN,
+    OpKind.EXTERN,
+    OpKind.VIEW,
+    OpKind.REDUCTION,
+    OpKind.CONSTANT,
+    OpKind.SYMBOL,
+)
+
+
+@st.composite
+def joint_graphs(draw: st.DrawFn, *, max_ops: int = 14, fingerprint: str = "graph") -> JointGraph:
+    """Small joint graphs with every kind of op: tuples, views, saved views, free ops, ops that must not run twice."""
+    b = Builder()
+    sizes = st.sampled_from([1, 2, 4, 8, 16])
+    for i in range(draw(st.integers(1, 3))):
+        b.input(draw(sizes), static=draw(st.booleans()), name=f"primals_{i}")
+    tangents = [b.tangent(draw(sizes)) for _ in range(draw(st.integers(1, 2)))]
+
+    def grow(readable: list[int]) -> int:
+        kind = draw(st.sampled_from(_KINDS))
+        if kind is OpKind.VIEW and draw(st.booleans()):  # a tuple op and one part of it at once
+            whole = b.add(
+                OpKind.EXTERN,
+                pick(readable),
+                [draw(sizes), draw(sizes)],
+                cost=draw(costs),
+                replayable=draw(st.integers(0, 5)) > 0,
+            )
+            readable.append(whole)
+            # As capture does: a part of a tuple that must not run again is not to be run again either.
+            again = b.ops[whole].replayable
+            parts = [b.add(OpKind.VIEW, [whole], value=s, replayable=again) for s in b.ops[whole].storages]
+            readable.remove(whole)
+            readable.extend(parts)
+            return parts[0]
+        inputs = [] if kind is OpKind.CONSTANT else pick(readable)
+        if kind is OpKind.VIEW:
+            inputs = inputs[:1]
+        index = b.add(kind, inputs, draw(sizes), cost=draw(costs), replayable=draw(st.integers(0, 9)) > 0)
+        readable.append(index)
+        return index
+
+    costs = st.sampled_from([0.5, 1.0, 2.0, 5.0])
+
+    def pick(readable: list[int]) -> list[int]:
+        recent = readable[-6:] if draw(st.booleans()) else readable
+        return draw(st.lists(st.sampled_from(recent), min_size=1, max_size=3))
+
+    readable = [op.index for op in b.ops if op.index not in tangents]
+    for _ in range(draw(st.integers(1, max_ops))):
+        grow(readable)
+    forward = [i for i in readable if b.ops[i].kind is not OpKind.INPUT] or readable
+    forward_outputs = draw(st.lists(st.sampled_from(forward), min_size=1, max_size=2, unique=True))
+    late = list(tangents)
+    for _ in range(draw(st.integers(1, max_ops))):
+        if draw(st.integers(0, 4)) == 0:
+            grow(readable)
+            continue
+        inputs = pick(late) + (pick(readable) if draw(st.booleans()) else [])
+        kind = draw(st.sampled_from([OpKind.POINTWISE, OpKind.EXTERN, OpKind.REDUCTION, OpKind.VIEW]))
+        inputs = inputs[:1] if kind is OpKind.VIEW else inputs
+        late.append(b.add(kind, inputs, draw(sizes), cost=draw(costs)))
+    outputs = draw(st.lists(st.sampled_from(late[-4:]), min_size=1, max_size=3, unique=True))
+    if draw(st.booleans()):
+        outputs = [*outputs, *draw(st.lists(st.sampled_from(readable), max_size=1))]
+    graph = b.finish(forward_outputs, outputs, fingerprint=fingerprint)
+    if draw(st.booleans()):
+        made = st.frozensets(st.sampled_from(range(len(graph.ops))))
+        graph = dataclasses.replace(graph, buffers=(draw(made), draw(made)))
+    return graph
+
+
+def saveable(graph: JointGraph) -> list[int]:
+    """Every op that a save set may name."""
+    return [op.index for op in graph.ops if op.phase in (Phase.FORWARD, Phase.FREE) and op.saveable]
+
+
+@st.composite
+def save_sets(draw: st.DrawFn, graph: JointGraph) -> list[int]:
+    """Any save set of `graph`."""
+    candidates = saveable(graph)
+    return draw(st.lists(st.sampled_from(candidates), unique=True)) if candidates else []
+
+
+@st.composite
+def steps(draw: st.DrawFn, *, max_ops: int = 12) -> StepGraph:
+    """Steps of one or two graphs, one of which may be called twice, with an eager region in the middle."""
+    graphs = [draw(joint_graphs(max_ops=max_ops, fingerprint=f"g{i}")) for i in range(draw(st.integers(1, 2)))]
+    order = [0, *([1] if len(graphs) == 2 else []), *([0] if draw(st.booleans()) else [])]
+    return step_of(graphs, order, eager_rise=draw(st.integers(0, 20)))
+
+
+def step_of(
+    graphs: Sequence[JointGraph],
+    order: Sequence[int] | None = None,
+    *,
+    base_bytes: int = 100,
+    eager_rise: int = 0,
+    error_bytes: int = 3,
+) -> StepGraph:
+    """A step that calls `graphs` in `order` and runs the backwards in reverse.
+
+    Its "exact" rises are the simulator's own plus `error_bytes`, so that a correction has something to do.
+    """
+    order = list(range(len(graphs))) if order is None else list(order)
+    profiles = [simulate_graph(g, s) for g, s in zip(graphs, default_schedules(graphs), strict=True)]
+    regions = []
+    calls: list[tuple[int, int]] = []
+    for g in order:
+        calls.append((g, sum(c[0] == g for c in calls)))
+    for g, call in calls:
+        rise = profiles[g].forward_rise_bytes + error_bytes
+        regions.append(
+            Region(kind=RegionKind.FORWARD, graph=g, call=call, base_bytes=base_bytes, rise_bytes=rise)
+        )
+    regions.append(
+        Region(
+            kind=RegionKind.EAGER,
+            graph=-1,
+            call=-1,
+            base_bytes=base_bytes,
+            rise_bytes=eager_rise,
+            cost_ms=1.0,
+        )
+    )
+    for g, call in reversed(calls):
+        rise = profiles[g].backward_rise_bytes + error_bytes
+        regions.append(
+            Region(kind=RegionKind.BACKWARD, graph=g, call=call, base_bytes=base_bytes, rise_bytes=rise)
+        )
+    memory = StaticMemory(
+        parameter_bytes=base_bytes, buffer_bytes=0, optimizer_bytes=0, gradient_bytes=0, batch_bytes=0
+    )
+    draft = StepGraph(graphs=tuple(graphs), regions=tuple(regions), static=memory, default_peak_bytes=0)
+    levels = simulate_step(draft, default_schedules(graphs)).levels
+    return dataclasses.replace(draft, default_peak_bytes=max(level.peak_bytes for level in levels))
