@@ -11,6 +11,7 @@ from __future__ import annotations
 import importlib
 import inspect
 import warnings
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -89,13 +90,14 @@ from torch._inductor.graph import GraphLowering  # noqa: E402
 from torch._subclasses.fake_tensor import FakeCopyMode, FakeTensor, FakeTensorMode  # noqa: E402
 
 __all__ = [
+    "COMPILED_ROOT",
     "CustomPartitionerFn",
     "FakeCopyMode",
     "FakeTensor",
     "FakeTensorMode",
     "GraphLowering",
+    "compile_call",
     "compile_fx",
-    "compile_options",
     "fx_graph_cse",
     "get_hash_for_files",
     "inductor_config",
@@ -103,10 +105,22 @@ __all__ = [
 ]
 
 
-def compile_options() -> dict[str, Any]:
-    """Keywords for `torch.compile` that keep one call's compiled frames apart from all others, where torch can do that.
+def compile_call(call: Callable[..., Any], backend: Callable[..., Any]) -> Callable[..., Any]:
+    """`torch.compile` of a module's bound `_call_impl`, behind an entry frame of its own.
 
-    Without them (before torch 2.12) all modules whose entry frame shares a code object share one recompile limit.
+    Dynamo skips frames of torch's own classes (`nn.Sequential` compiled in place gives no graph), so something has to
+    stand in front of them. It keys its cache by code object, so the frame gets one of its own; `isolate_recompiles`
+    (torch 2.12 on) keeps the recompile limit apart as well. Shapes are static: each shape is a graph of its own.
     """
-    parameters = inspect.signature(torch.compile).parameters
-    return {"isolate_recompiles": True} if "isolate_recompiles" in parameters else {}
+
+    def planned_module(*args: Any, **kwargs: Any) -> Any:
+        return call(*args, **kwargs)
+
+    planned_module.__code__ = planned_module.__code__.replace()
+    known = inspect.signature(torch.compile).parameters
+    options = {"isolate_recompiles": True} if "isolate_recompiles" in known else {}
+    return torch.compile(planned_module, backend=backend, dynamic=False, **options)
+
+
+# How Dynamo names the module that `compile_call` compiles, in `nn_module_stack`.
+COMPILED_ROOT = "L['call'].__self__"

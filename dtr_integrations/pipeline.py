@@ -22,7 +22,7 @@ from .core.schedule import default_schedules
 from .core.simulate import Correction, Observation, calibrate, correct
 from .distributed import Reserve
 from .errors import BudgetInfeasible, CertifyError, PlanMismatch
-from .planner import Frontier, Point, Problem, search
+from .planner import Frontier, FrontierPoint, Problem, search
 
 # Certifying costs about a compile's front half; the simulator is mostly within 2 %, so few rounds settle it.
 _MAX_ROUNDS = 6
@@ -76,13 +76,11 @@ def make_plan(
     problem = Problem(step=captured.step, correction=correction, focus_bytes=target)
     if given is not None:
         best, frontier = bench.run(_given_schedules(given, captured.step)), search(problem)
-        if best.peak_bytes > target and not best_effort:
-            raise _infeasible(bench, frontier, best, budget_bytes, reserve, "the given plan")
     else:
         progress("searching")
         best, frontier, correction = _search_certified(bench, problem, target)
-        if best.peak_bytes > target and not best_effort:
-            raise _infeasible(bench, frontier, best, budget_bytes, reserve, "every plan")
+    if best.peak_bytes > target and not best_effort:
+        raise _infeasible(frontier, best, budget_bytes, reserve)
     clock.lap("search and certify")
     plan = Plan(
         budget_bytes=budget_bytes,
@@ -106,6 +104,24 @@ def make_plan(
         rounds=bench.rounds,
         seconds=clock.laps,
     )
+
+
+def default_frontier(default: Certified) -> Frontier:
+    """The frontier of which only the default is known."""
+    point = FrontierPoint(peak_bytes=default.peak_bytes, slowdown=1.0, schedules=default.schedules)
+    return Frontier(points=(point,))
+
+
+def make_frontier(
+    source: StepSource,
+    *,
+    device: str = "cpu",
+    options: dict[str, Any] | None = None,
+    focus_bytes: int | None = None,
+) -> Frontier:
+    """Capture the step and search it whole; peaks are the search tier's (exact for the default). Raises `CaptureError`."""
+    captured = capture(source, options=options, device=device)
+    return search(Problem(step=captured.step, correction=calibrate(captured.step), focus_bytes=focus_bytes))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -144,7 +160,7 @@ class _Bench:
             profile=self.captured.default,
         )
 
-    def point(self, point: Point) -> Certified:
+    def point(self, point: FrontierPoint) -> Certified:
         """The exact peak of a point of the frontier."""
         if all(schedule.default for schedule in point.schedules):
             return self.default()
@@ -169,7 +185,7 @@ class _Bench:
             return self.default()
         simulated = simulate_step(self.captured.step, schedules, correction=calibrate(self.captured.step))
         return self.point(
-            Point(peak_bytes=simulated.peak_bytes, slowdown=simulated.slowdown, schedules=schedules)
+            FrontierPoint(peak_bytes=simulated.peak_bytes, slowdown=simulated.slowdown, schedules=schedules)
         )
 
     def _dry(self, schedules: Sequence[GraphSchedule]) -> DryRun:
@@ -200,10 +216,10 @@ class _Bench:
 def _search_certified(bench: _Bench, problem: Problem, target: int) -> tuple[Certified, Frontier, Correction]:
     """The fastest plan whose *exact* peak is within `target`; when none is, the lowest that was found."""
     default = bench.default()
-    frontier = search(problem)
     correction = problem.correction
-    if default.peak_bytes <= target:
-        return default, frontier, correction
+    if default.peak_bytes <= target:  # zero cost: nothing to search for
+        return default, default_frontier(default), correction
+    frontier = search(problem)
     best: Certified | None = None
     lowest: Certified | None = None
     dynamic = max(target - bench.captured.default.static_bytes, 1)
@@ -228,7 +244,7 @@ def _search_certified(bench: _Bench, problem: Problem, target: int) -> tuple[Cer
     return min(lowest, certified, key=lambda c: c.peak_bytes), frontier, correction
 
 
-class planned_partitioner:  # noqa: N801 - used as `with planned_partitioner(...)`
+class planned_partitioner:
     """A partitioner that carries out fixed schedules, registered for the length of a `with` block."""
 
     def __init__(self, schedules: Sequence[GraphSchedule], *, mode: str) -> None:
@@ -317,24 +333,12 @@ def _given_schedules(plan: Plan, step: StepGraph) -> tuple[GraphSchedule, ...]:
     return plan.schedule
 
 
-def _infeasible(
-    bench: _Bench, frontier: Frontier, best: Certified, budget_bytes: int, reserve: Reserve, what: str
-) -> BudgetInfeasible:
-    del what
-    lowest = best.peak_bytes + reserve.total_bytes
-    static = bench.captured.step.static
-    holders = [
-        ("parameters", static.parameter_bytes),
-        ("optimizer state", static.optimizer_bytes),
-        ("buffers", static.buffer_bytes),
-        ("gradients", static.gradient_bytes),
-        *frontier.holders(),
-    ]
+def _infeasible(frontier: Frontier, best: Certified, budget_bytes: int, reserve: Reserve) -> BudgetInfeasible:
     return BudgetInfeasible(
         budget_bytes=budget_bytes,
-        lowest_bytes=lowest,
+        lowest_bytes=best.peak_bytes + reserve.total_bytes,
         reserve_bytes=reserve.total_bytes,
-        holders=tuple((name, size) for name, size in holders if size),
+        holders=frontier.holders,
     )
 
 

@@ -38,7 +38,9 @@ def extract(
     joint.graph.lint()
     saved = [nodes[i] for i in schedule.saved]
     inputs = [node for node in nodes if node.op == "placeholder" and not partitioners._is_tangent(node)]
-    values = [n for n in inputs + saved if not partitioners.is_sym_node(n) and not partitioners.is_opaque_node(n)]
+    values = [
+        n for n in inputs + saved if not partitioners.is_sym_node(n) and not partitioners.is_opaque_node(n)
+    ]
     forward, backward = partitioners._extract_fwd_bwd_modules(
         joint,
         values,
@@ -70,7 +72,9 @@ def _insert_copies(
 
     for before in sorted(due):
         if not 0 <= before <= len(nodes):
-            raise PlanMismatch(f"the schedule recomputes before op {before}, but the graph has {len(nodes)} ops")
+            raise PlanMismatch(
+                f"the schedule recomputes before op {before}, but the graph has {len(nodes)} ops"
+            )
     backward = _backward_ops(nodes)
     for at in [*(i for i, node in enumerate(nodes) if node in backward), len(nodes)]:
         anchor = nodes[at] if at < len(nodes) else output
@@ -87,7 +91,9 @@ def _insert_copies(
         else:
             _output_reads(output, current, num_forward_outputs)
     if due:
-        raise PlanMismatch(f"the schedule recomputes before ops {sorted(due)}, which do not belong to the backward")
+        raise PlanMismatch(
+            f"the schedule recomputes before ops {sorted(due)}, which do not belong to the backward"
+        )
     del recomputed, saved
 
 
@@ -112,6 +118,7 @@ def _output_reads(output: fx.Node, current: Any, num_forward_outputs: int) -> No
     """The backward's outputs read copies; the forward's outputs stay the originals."""
     leaves, spec = pytree.tree_flatten(output.args)
     mapped = [
-        current(leaf) if i >= num_forward_outputs and isinstance(leaf, fx.Node) else leaf for i, leaf in enumerate(leaves)
+        current(leaf) if i >= num_forward_outputs and isinstance(leaf, fx.Node) else leaf
+        for i, leaf in enumerate(leaves)
     ]
     output.args = pytree.tree_unflatten(mapped, spec)

@@ -49,5 +49,7 @@ class PlanPartitioner(CustomPartitionerFn):  # type: ignore[misc, unused-ignore]
 
     def uuid(self) -> Any:
         here = Path(__file__).parent
-        code = get_hash_for_files(tuple(str(here / name) for name in ("extract.py", "tags.py", "partitioner.py")))
+        code = get_hash_for_files(
+            tuple(str(here / name) for name in ("extract.py", "tags.py", "partitioner.py"))
+        )
         return hashlib.sha256(code + self.digest.encode()).hexdigest()

@@ -34,7 +34,7 @@ def partition_by_tags(
             backward.add(node)
         if node in backward or node.op == "placeholder":
             continue
-        keep = index in saved or "inductor_seed" in str(node.target) and "lookup" not in str(node.target)
+        keep = index in saved or ("inductor_seed" in str(node.target) and "lookup" not in str(node.target))
         node.meta["recompute"] = CheckpointPolicy.MUST_SAVE if keep else CheckpointPolicy.MUST_RECOMPUTE
         node.meta["ac_graph_id"] = 0
     return partitioners.min_cut_rematerialization_partition(joint, joint_inputs, **kwargs)

@@ -59,7 +59,9 @@ def measured_rates(device_type: str) -> Rates:
         image = torch.zeros(4, 32, 64, 64, device=device)
         kernel = torch.zeros(32, 32, 3, 3, device=device)
         conv_flops = 2 * 4 * 64 * 64 * 32 * 32 * 9
-        convolution = conv_flops / _best_ms(lambda: torch.nn.functional.conv2d(image, kernel, padding=1), device)
+        convolution = conv_flops / _best_ms(
+            lambda: torch.nn.functional.conv2d(image, kernel, padding=1), device
+        )
         q = torch.zeros(4, 4, 256, 64, device=device)
         attention_flops = 4 * 4 * 4 * 256 * 256 * 64
         attention = attention_flops / _best_ms(
@@ -73,7 +75,9 @@ def measured_rates(device_type: str) -> Rates:
 
 def _bytes(value: Any) -> int:
     return sum(
-        leaf.numel() * leaf.element_size() for leaf in pytree.tree_leaves(value) if isinstance(leaf, torch.Tensor)
+        leaf.numel() * leaf.element_size()
+        for leaf in pytree.tree_leaves(value)
+        if isinstance(leaf, torch.Tensor)
     )
 
 

@@ -16,7 +16,7 @@ import torch
 from torch import fx
 from torch.utils import _pytree as pytree
 
-from .._compat import fx_graph_cse, partitioners
+from .._compat import COMPILED_ROOT, fx_graph_cse, partitioners
 from ..core.graph import JointGraph, Op, OpKind, Phase
 from .costs import Rates, op_cost_ms
 
@@ -89,15 +89,12 @@ def fingerprint(gm: fx.GraphModule, num_forward_outputs: int) -> str:
     return digest.hexdigest()[:24]
 
 
-_ROOT = "L['call'].__self__"  # how Dynamo names the compiled module: it is a free variable of `entry_frame`
-
-
 def _module_path(node: fx.Node) -> str:
     stack = node.meta.get("nn_module_stack") or {}
     path = ""
     for entry in stack.values():
         path = str(entry[0]) if isinstance(entry, (tuple, list)) else str(entry)
-    return path.removeprefix(_ROOT).removeprefix(".")  # the rest is a path as in `named_modules`
+    return path.removeprefix(COMPILED_ROOT).removeprefix(".")  # the rest is a path as in `named_modules`
 
 
 def _is_view(node: fx.Node) -> bool:
@@ -200,7 +197,9 @@ class Draft:
         return frozenset(self.index_by_name[name] for name in names if name in self.index_by_name)
 
 
-def describe(gm: fx.GraphModule, num_forward_outputs: int, static_inputs: list[int] | None, rates: Rates) -> Draft:
+def describe(
+    gm: fx.GraphModule, num_forward_outputs: int, static_inputs: list[int] | None, rates: Rates
+) -> Draft:
     """The canonical joint graph as a `Draft`. Reads `gm` only."""
     nodes = [node for node in gm.graph.nodes if node.op != "output"]
     index = {node: i for i, node in enumerate(nodes)}
@@ -244,7 +243,8 @@ def describe(gm: fx.GraphModule, num_forward_outputs: int, static_inputs: list[i
                 created = (own,)
             else:
                 parts = tuple(
-                    new_storage(_allocated_bytes(v)) if isinstance(v, torch.Tensor) else -1 for v in (value or ())
+                    new_storage(_allocated_bytes(v)) if isinstance(v, torch.Tensor) else -1
+                    for v in (value or ())
                 )
                 created = tuple(s for s in parts if s >= 0)
                 parts_of[node] = parts
@@ -295,7 +295,9 @@ def _allocated_bytes(value: torch.Tensor) -> int:
     return extent * value.element_size()
 
 
-def _phases(gm: fx.GraphModule, num_forward_outputs: int, static_inputs: list[int] | None) -> dict[fx.Node, Phase]:
+def _phases(
+    gm: fx.GraphModule, num_forward_outputs: int, static_inputs: list[int] | None
+) -> dict[fx.Node, Phase]:
     info = partitioners.classify_nodes(gm, static_inputs or [], num_forward_outputs)
     phases: dict[fx.Node, Phase] = {}
     for node in gm.graph.nodes:

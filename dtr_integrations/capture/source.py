@@ -77,7 +77,7 @@ def zero_gradients(parameters: Iterable[torch.Tensor]) -> None:
 
 @dataclass(frozen=True, kw_only=True)
 class ModuleStep:
-    """The plain training step: `loss_fn(model(*inputs))`, backward, optimizer step.
+    """The plain training step: `loss_fn(model(*args, **kwargs))`, backward, optimizer step.
 
     `micro_batches` > 1: gradients accumulate over that many forward/backward pairs before the optimizer steps.
     `zero_after_forward`: old gradients are dropped between forward and backward (as Lightning does), so they live beside
@@ -85,7 +85,8 @@ class ModuleStep:
     """
 
     model: nn.Module
-    example_inputs: Any
+    args: tuple[Any, ...] = ()
+    kwargs: Mapping[str, Any] = field(default_factory=dict)
     loss_fn: Callable[[Any], torch.Tensor] | None = None
     optimizer: torch.optim.Optimizer | None = None
     targets: Sequence[str] = ("",)
@@ -97,10 +98,11 @@ class ModuleStep:
         """See `StepSource.build`."""
         model = world.copy(self.model)
         zero_gradients(model.parameters())
-        batch = world.fake(self.example_inputs)
+        if not model.training:
+            model.train()
+        args, kwargs = batch = world.fake((self.args, dict(self.kwargs)))
         optimizer = world.optimizer(self.optimizer) if self.optimizer is not None else None
         loss_fn = self.loss_fn or default_loss
-        args, kwargs = split_inputs(batch)
 
         def loss_of() -> torch.Tensor:
             if self.context is None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -16,7 +16,14 @@ import torch
 from torch import nn
 from torch.utils import _pytree as pytree
 
-from .._compat import CustomPartitionerFn, GraphLowering, compile_fx, compile_options, inductor_config, partitioners
+from .._compat import (
+    CustomPartitionerFn,
+    GraphLowering,
+    compile_call,
+    compile_fx,
+    inductor_config,
+    partitioners,
+)
 from ..core.graph import Region, RegionKind, StaticMemory, StepGraph
 from ..core.profile import RegionProfile, StepProfile
 from ..errors import CaptureError
@@ -38,20 +45,6 @@ _STRICTNESS = {
 }
 
 
-def entry_frame(call: Callable[..., Any]) -> Callable[..., Any]:
-    """A function around `call` with a code object of its own.
-
-    Dynamo skips frames of torch's own classes (`nn.Sequential`), so something has to stand in front of them; and it keys
-    its cache by code object, so a wrapper shared by all modules would share one recompile limit among them.
-    """
-
-    def planned_module(*args: Any, **kwargs: Any) -> Any:
-        return call(*args, **kwargs)
-
-    planned_module.__code__ = planned_module.__code__.replace()
-    return planned_module
-
-
 class Recorder(CustomPartitionerFn):  # type: ignore[misc, unused-ignore]
     """Torch's own partition, written down: the joint graph, the min-cut save set and those of other strictnesses."""
 
@@ -62,7 +55,10 @@ class Recorder(CustomPartitionerFn):  # type: ignore[misc, unused-ignore]
 
     def __call__(self, gm: Any, joint_inputs: Any, **kwargs: Any) -> Any:
         num_forward_outputs = kwargs["num_fwd_outputs"]
-        copies = [torch.fx.GraphModule(gm, copied_graph(gm.graph)) for _ in (_STRICTNESS if self.strictnesses else ())]
+        copies = [
+            torch.fx.GraphModule(gm, copied_graph(gm.graph))
+            for _ in (_STRICTNESS if self.strictnesses else ())
+        ]
         draft = describe(
             canonical(torch.fx.GraphModule(gm, copied_graph(gm.graph))),
             num_forward_outputs,
@@ -210,7 +206,9 @@ class _Watcher:
 
     def _label_saved(self, out: Sequence[Any], num_forward_outputs: int) -> int:
         """Bytes that this call holds for its backward: each storage once, without outputs that the program holds too."""
-        outputs = {t.untyped_storage()._cdata for t in out[:num_forward_outputs] if isinstance(t, torch.Tensor)}
+        outputs = {
+            t.untyped_storage()._cdata for t in out[:num_forward_outputs] if isinstance(t, torch.Tensor)
+        }
         total, seen = 0, set(outputs)
         for tensor in out[num_forward_outputs:]:
             if not isinstance(tensor, torch.Tensor):
@@ -327,7 +325,7 @@ def _compiled(step: FakeStep, partitioner: Any, options: dict[str, Any], called:
 
 def _compile_in_place(module: nn.Module, name: str, backend: Any, called: list[str]) -> None:
     eager = module._call_impl
-    compiled = torch.compile(entry_frame(eager), backend=backend, dynamic=False, **compile_options())
+    compiled = compile_call(eager, backend)
 
     def call(*args: Any, **kwargs: Any) -> Any:
         if not module.training or not torch.is_grad_enabled():
@@ -405,6 +403,8 @@ def capture(source: StepSource, *, options: dict[str, Any] | None = None, device
     return Captured(step=step, default=run.profile, called=run.called)
 
 
-def certify(source: StepSource, partitioner: CustomPartitionerFn, *, options: dict[str, Any] | None = None) -> DryRun:
+def certify(
+    source: StepSource, partitioner: CustomPartitionerFn, *, options: dict[str, Any] | None = None
+) -> DryRun:
     """The exact profile of the step under `partitioner` (design §4, second tier). Raises `CaptureError`."""
     return dry_step(source, partitioner, options=options)

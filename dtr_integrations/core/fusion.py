@@ -53,9 +53,19 @@ class FusionTables:
     """What the rule knows of one graph, per op: True, False, or None where the static rule decides."""
 
     policy: FusionPolicy
+    kinds: tuple[OpKind, ...]
     forward: tuple[bool | None, ...]
     backward: tuple[bool | None, ...]  # the backward's own ops and those that it recomputes
     reuse: tuple[bool, ...]  # becomes a buffer when several ops read it
+    ancestors: tuple[int, ...]  # bit j of entry i: op i depends on op j
+
+    def frees_for(self, last: int, other: int) -> bool:
+        """Whether op `last` may write over an input that op `other` reads too.
+
+        Two ops that read one buffer and do not depend on one another end up in one kernel, which then has a use for
+        the buffer besides the write.
+        """
+        return self.kinds[other] is OpKind.EXTERN or bool(self.ancestors[last] >> other & 1)
 
 
 def is_buffer(
@@ -97,8 +107,23 @@ def fusion_tables(graph: JointGraph, policy: FusionPolicy = DEFAULT_POLICY) -> F
                 # A buffer only because it left the forward says nothing about a compile in which it does not.
                 forward[op.index] = backward[op.index] = op.index in made
     return FusionTables(
-        policy=policy, forward=tuple(forward), backward=tuple(backward), reuse=_reuse(graph, policy)
+        policy=policy,
+        kinds=tuple(op.kind for op in graph.ops),
+        forward=tuple(forward),
+        backward=tuple(backward),
+        reuse=_reuse(graph, policy),
+        ancestors=_ancestors(graph),
     )
+
+
+def _ancestors(graph: JointGraph) -> tuple[int, ...]:
+    found: list[int] = []
+    for op in graph.ops:
+        bits = 0
+        for i in op.inputs:
+            bits |= found[i] | 1 << i
+        found.append(bits)
+    return tuple(found)
 
 
 def _behind_views(graph: JointGraph, indices: set[int]) -> set[int]:
@@ -111,13 +136,16 @@ def _behind_views(graph: JointGraph, indices: set[int]) -> set[int]:
 
 
 def _reuse(graph: JointGraph, policy: FusionPolicy) -> tuple[bool, ...]:
-    """Emulates Inductor's lowering in joint order: how many buffers the inlined expression of each op reads."""
+    """Emulates Inductor's lowering in joint order: which buffers (storages) the inlined expression of an op reads."""
     sources: list[frozenset[int]] = [frozenset()] * len(graph.ops)
     reuse = [False] * len(graph.ops)
     for op in graph.ops:
         read = frozenset().union(*(sources[i] for i in op.inputs))
+        own = frozenset((op.value,)) if op.value >= 0 else frozenset()
         if op.kind is OpKind.VIEW:
-            sources[op.index] = read
+            # A part of a tuple is a buffer; a view of an inlined value is inlined.
+            is_part = graph.ops[op.inputs[0]].value < 0
+            sources[op.index] = own if is_part else read
             continue
         if op.kind in (OpKind.POINTWISE, OpKind.CONSTANT):
             name = op.target.removeprefix("aten.").removeprefix("prims.").split(".")[0]
@@ -127,8 +155,7 @@ def _reuse(graph: JointGraph, policy: FusionPolicy) -> tuple[bool, ...]:
             if not realised and not _read_by_extern(graph, op.index):
                 sources[op.index] = read
                 continue
-        if op.kind is not OpKind.SYMBOL:
-            sources[op.index] = frozenset((op.index,))
+        sources[op.index] = own
     return tuple(reuse)
 
 

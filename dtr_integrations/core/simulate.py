@@ -52,6 +52,7 @@ class Buffer:
     size_bytes: int
     born: int
     dies: int
+    also: int = -1  # another node whose kernel reads it: the last one before `dies`
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -124,15 +125,16 @@ def _trace(
     ops = [graph.ops[i] for i in program.ops]
     known = tables.forward if direction is RegionKind.FORWARD else tables.backward
     end = len(ops)
-    reach = [-1] * end  # the last kernel that reads the node's value
-    read_at = [-1] * end  # the kernel in which the node itself runs
+    # The last two kernels that read the node's value, and the last two in which the node itself runs.
+    reach: list[tuple[int, int]] = [(-1, -1)] * end
+    read_at: list[tuple[int, int]] = [(-1, -1)] * end
     extern = [False] * end
     readers = [0] * end
     buffered = [False] * end
     leaves = [False] * end
     users: list[list[int]] = [[] for _ in ops]
     for k in program.outputs:
-        reach[k], extern[k], leaves[k] = end, True, True
+        reach[k], extern[k], leaves[k] = (end, -1), True, True
     cost_ms = again_ms = 0.0
     for k in range(end - 1, -1, -1):
         op = ops[k]
@@ -146,7 +148,7 @@ def _trace(
             extern_read=extern[k],
             readers=readers[k],
         )
-        read_at[k] = k if buffered[k] or reach[k] < 0 else reach[k]
+        read_at[k] = (k, -1) if buffered[k] or reach[k][0] < 0 else reach[k]
         cost = op.cost_ms * (1.0 if buffered[k] else tables.policy.inlined_cost)
         cost_ms += cost
         again_ms += cost if direction is RegionKind.BACKWARD and op.phase is Phase.FORWARD else 0.0
@@ -154,22 +156,22 @@ def _trace(
             users[j].append(k)
             if op.kind is OpKind.SYMBOL:
                 continue  # a size is read without the data
-            reach[j] = max(reach[j], read_at[k])
+            reach[j] = last_two(reach[j], read_at[k])
             is_view = op.kind is OpKind.VIEW
             extern[j] = extern[j] or op.kind is OpKind.EXTERN or (is_view and extern[k])
             readers[j] += readers[k] if is_view else 1
 
     buffers: list[Buffer] = []
     if direction is RegionKind.BACKWARD:
-        dies: dict[int, int] = {}
+        dies: dict[int, tuple[int, int]] = {}
         for k in range(program.entries):
             if (storage := ops[k].value) >= 0:
-                dies[storage] = max(dies.get(storage, -1), reach[k])
+                dies[storage] = last_two(dies.get(storage, (-1, -1)), reach[k])
         gradients = {ops[k].value for k in range(program.entries) if is_tangent(ops[k])}
-        for storage, last in dies.items():
+        for storage, (last, also) in dies.items():
             size = graph.storage_bytes[storage] if storage in gradients else weights[storage]
             op_index = next(o.index for o in ops if o.value == storage)
-            buffers.append(Buffer(op=op_index, storage=storage, size_bytes=size, born=-1, dies=last))
+            buffers.append(Buffer(op=op_index, storage=storage, size_bytes=size, born=-1, dies=last, also=also))
         donated = {s for s in dies if s not in gradients} if tables.policy.donate_saved else set()
     else:
         donated = set()
@@ -177,25 +179,34 @@ def _trace(
         if not buffered[k]:
             continue
         for storage in ops[k].storages:
-            if ops[k].value == storage:
-                last = max(reach[k], k)
-            else:
-                last = max((read_at[u] for u in users[k] if ops[u].value == storage), default=k)
+            last, also = reach[k] if ops[k].value == storage else (-1, -1)
+            if ops[k].value != storage:
+                for u in users[k]:
+                    if ops[u].value == storage:
+                        last, also = last_two((last, also), read_at[u])
             buffers.append(
                 Buffer(
                     op=ops[k].index,
                     storage=storage,
                     size_bytes=graph.storage_bytes[storage],
                     born=k,
-                    dies=last,
+                    dies=max(last, k),
+                    also=also,
                 )
             )
-    rise_bytes, at = _peak(ops_kind=[op.kind for op in ops], buffers=buffers, donated=donated, policy=tables.policy)
+    rise_bytes, at = _peak(program.ops, buffers, donated, tables)
     return _Trace(rise_bytes=rise_bytes, at=at, buffers=tuple(buffers), cost_ms=cost_ms, again_ms=again_ms)
 
 
+def last_two(a: tuple[int, int], b: tuple[int, int]) -> tuple[int, int]:
+    """The two largest different numbers of two such pairs; -1 stands for none."""
+    if b[0] > a[0]:
+        a, b = b, a
+    return a[0], max(a[1], b[1] if b[0] == a[0] else b[0])
+
+
 def _peak(
-    *, ops_kind: Sequence[OpKind], buffers: Sequence[Buffer], donated: set[int], policy: FusionPolicy
+    ops: Sequence[int], buffers: Sequence[Buffer], donated: set[int], tables: FusionTables
 ) -> tuple[int, int]:
     born: defaultdict[int, list[Buffer]] = defaultdict(list)
     died: defaultdict[int, list[Buffer]] = defaultdict(list)
@@ -205,14 +216,18 @@ def _peak(
         died[buffer.dies].append(buffer)
     rise, at = 0, -1
     live = -sum(b.size_bytes for b in died[-1])  # handed over for its size alone
-    for k, kind in enumerate(ops_kind):
+    for k, op in enumerate(ops):
         new = sum(b.size_bytes for b in born[k])
         live += new
         in_place = (
-            policy.reuse_in_place
-            and kind is OpKind.POINTWISE
+            tables.policy.reuse_in_place
+            and tables.kinds[op] is OpKind.POINTWISE
             and any(
-                b.size_bytes == new and b.born < k and (b.born >= 0 or b.storage in donated) for b in died[k]
+                b.size_bytes == new
+                and b.born < k
+                and (b.born >= 0 or b.storage in donated)
+                and (b.also < 0 or tables.frees_for(op, ops[b.also]))
+                for b in died[k]
             )
         )
         if (level := live - new if in_place else live) > rise:

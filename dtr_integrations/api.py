@@ -1,0 +1,186 @@
+"""The public functions (design §11). Heavy imports wait until a function is called."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    import torch
+    from torch import nn
+
+    from .capture.source import StepSource
+    from .config import DTRConfig
+    from .core.plan import Plan
+    from .planner import Frontier
+    from .session import BudgetSession
+
+
+def auto_checkpoint(
+    model: nn.Module, *, budget: str, optimizer: torch.optim.Optimizer | None = None, **config: Any
+) -> BudgetSession:
+    """Keep the training of `model` under `budget`, in place.
+
+        session = auto_checkpoint(model, optimizer=optimizer, budget="70GB")
+        ...                       # train as before; or: session.step(one_whole_step)
+        session.close()
+
+    The module is compiled in place (`state_dict` keys do not change); the first training call plans, before it runs.
+    Evaluation and `no_grad` calls run eagerly.
+
+    Args:
+        model: the module that the training loop calls.
+        budget: total memory of this rank's device, e.g. ``"70GB"``, ``"65.2GiB"``, ``"90%"``, ``"auto"``.
+        optimizer: counted into the plan (its state and its step).
+        **config: fields of `DTRConfig`.
+
+    Returns:
+        A `BudgetSession`: `.plan`, `.report`, `.step(fn)`, `.close()`; also a context manager.
+
+    Raises:
+        ConfigError: a wrong key, value or budget (a `ValueError`).
+        BudgetInfeasible: at the first training call, when no plan fits.
+    """
+    from .config import DTRConfig
+    from .session import ModuleSession
+
+    settings = DTRConfig.from_any(budget=budget, **config)
+    _check_module(model)
+    return ModuleSession(settings, model, optimizers=() if optimizer is None else (optimizer,))
+
+
+def plan(
+    model: nn.Module,
+    example_inputs: Any,
+    *,
+    budget: str,
+    optimizer: torch.optim.Optimizer | None = None,
+    loss_fn: Callable[[Any], torch.Tensor] | None = None,
+    strategy: str | None = None,
+    world_size: int = 1,
+    device: str | torch.device | None = None,
+    **config: Any,
+) -> Plan:
+    """Plan one training step of `model` without running it: what it needs, what it costs, whether it fits.
+
+    Args:
+        model: in training mode or not (it is planned as if training; the flag is left as it is).
+        example_inputs: a tensor, a tuple of positional or a dict of keyword arguments, real or on the meta device.
+        budget: as for `auto_checkpoint`.
+        optimizer: its state and step are counted; None: no optimizer.
+        loss_fn: scalar tensor of the model's output. None: the output's `.loss`, else the output if it is a scalar, else
+            the mean of its first floating tensor in float32.
+        strategy, world_size: one rank only in this version (`None`, 1).
+        device: the device to plan for; default: the model's.
+        **config: fields of `DTRConfig` (`plan=`, `targets=`, `reserve=`, `on_infeasible=`, `mode=`, ...).
+
+    Returns:
+        A certified `Plan` (bytes; `slowdown` a ratio).
+
+    Raises:
+        ConfigError, BudgetInfeasible, PlanMismatch, CaptureError.
+    """
+    from .distributed import reserve_for
+    from .pipeline import make_plan
+    from .session import read_plan
+
+    source, settings, place, budget_bytes = _question(
+        model, example_inputs, budget, optimizer, loss_fn, strategy, world_size, device, config
+    )
+    return make_plan(
+        source,
+        budget_bytes=budget_bytes,
+        reserve=reserve_for(place.type, budget_bytes, settings.reserve_bytes()),
+        device=place.type,
+        options=settings.compile_options,
+        mode=settings.mode,
+        best_effort=settings.on_infeasible == "best_effort",
+        given=read_plan(settings.plan),
+    ).plan
+
+
+def frontier(
+    model: nn.Module,
+    example_inputs: Any,
+    *,
+    budget: str = "auto",
+    optimizer: torch.optim.Optimizer | None = None,
+    loss_fn: Callable[[Any], torch.Tensor] | None = None,
+    strategy: str | None = None,
+    world_size: int = 1,
+    device: str | torch.device | None = None,
+    **config: Any,
+) -> Frontier:
+    """Every plan worth having: (peak bytes, slowdown), fastest to lowest. Arguments as for `plan`.
+
+    `.points` ascend in bytes and descend in slowdown; `.at(budget_bytes)` is the fastest within that many bytes. Peaks are
+    the search tier's; `plan` certifies the one it returns.
+    """
+    from .pipeline import make_frontier
+
+    source, settings, place, budget_bytes = _question(
+        model, example_inputs, budget, optimizer, loss_fn, strategy, world_size, device, config
+    )
+    return make_frontier(
+        source, device=place.type, options=settings.compile_options, focus_bytes=budget_bytes
+    )
+
+
+def verify(*args: Any, **kwargs: Any) -> Any:
+    """Prove that a plan changes nothing (design §11). Not in this version; see the changelog."""
+    raise NotImplementedError(
+        "verify() is not in this version. The tests of this package compare planned with unplanned training; "
+        "see docs/how-it-works.md"
+    )
+
+
+def _question(
+    model: Any,
+    example_inputs: Any,
+    budget: str,
+    optimizer: Any,
+    loss_fn: Any,
+    strategy: str | None,
+    world_size: int,
+    device: Any,
+    config: dict[str, Any],
+) -> tuple[StepSource, DTRConfig, torch.device, int]:
+    import torch
+
+    from .capture.source import ModuleStep, split_inputs
+    from .config import DTRConfig
+    from .errors import ConfigError
+    from .measure import device_total_bytes
+
+    settings = DTRConfig.from_any(budget=budget, **config)
+    _check_module(model)
+    if strategy is not None or world_size != 1:
+        raise ConfigError(
+            f"strategy={strategy!r}, world_size={world_size!r}: this version plans one rank (strategy=None, world_size=1)"
+        )
+    place = torch.device(device) if device is not None else next((p.device for p in model.parameters()), None)
+    place = place if place is not None and place.type != "meta" else torch.device("cpu")
+    budget_bytes = settings.budget_bytes(lambda: device_total_bytes(place))
+    args, kwargs = split_inputs(example_inputs)
+    source = ModuleStep(
+        model=model,
+        args=args,
+        kwargs=kwargs,
+        optimizer=optimizer,
+        loss_fn=loss_fn,
+        targets=tuple(settings.targets or ("",)),
+    )
+    return source, settings, place, budget_bytes
+
+
+def _check_module(model: Any) -> None:
+    import torch
+
+    from .errors import ConfigError
+
+    if isinstance(model, torch._dynamo.eval_frame.OptimizedModule):
+        raise ConfigError(
+            "the model is wrapped by torch.compile already; pass the module itself (model._orig_mod)"
+        )
+    if not isinstance(model, torch.nn.Module):
+        raise ConfigError(f"the model is {type(model).__name__}, not a torch.nn.Module")

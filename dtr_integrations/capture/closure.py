@@ -1,0 +1,151 @@
+"""A user's whole step, given as a function, in the fake world.
+
+`session.step(fn)` gets a function over real objects: the model, the optimizer, a batch, perhaps a scheduler, found in its
+closure, its defaults, its globals or as `self` of a bound method. `twin_function` rebuilds the function over fake twins of
+all of them, so that running it changes nothing real, not even a scheduler's counter. Functions that it calls and that
+refer to such objects are rebuilt too. What cannot be copied (an open file, a loader) is shared.
+"""
+
+from __future__ import annotations
+
+import types
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils import _pytree as pytree
+
+from ..errors import CaptureError
+from .fake import FakeWorld
+from .source import FakeStep, zero_gradients
+
+_CODE_TYPES = (type, types.ModuleType, types.BuiltinFunctionType)
+
+
+def twin_function(fn: Callable[..., Any], world: FakeWorld) -> Callable[..., Any]:
+    """`fn` over twins of everything it refers to. `fn` and the objects are not changed."""
+    return _Rebuild(world).callable(fn)
+
+
+class _Rebuild:
+    def __init__(self, world: FakeWorld) -> None:
+        self.world = world
+        self.done: dict[int, Any] = {}
+        self.data: list[tuple[Any, Any]] = []  # (real, twin) of what is neither module, optimizer nor code
+
+    def callable(self, fn: Callable[..., Any]) -> Callable[..., Any]:
+        if isinstance(fn, types.MethodType):
+            return types.MethodType(fn.__func__, self.value(fn.__self__))
+        if isinstance(fn, types.FunctionType):
+            return self.function(fn)
+        return self.value(fn)
+
+    def function(self, fn: types.FunctionType) -> types.FunctionType:
+        if id(fn) in self.done:
+            return self.done[id(fn)]
+        scope = dict(fn.__globals__)
+        twin = types.FunctionType(fn.__code__, scope, fn.__name__, None, None)
+        if fn.__closure__ is not None:
+            cells = tuple(types.CellType() for _ in fn.__closure__)
+            twin = types.FunctionType(fn.__code__, scope, fn.__name__, None, cells)
+        twin.__module__ = fn.__module__
+        self.done[id(fn)] = twin  # before its parts: functions may refer to one another
+        for cell, old in zip(twin.__closure__ or (), fn.__closure__ or (), strict=True):
+            try:
+                cell.cell_contents = self.value(old.cell_contents)
+            except ValueError:  # a cell that is not filled yet
+                continue
+        twin.__defaults__ = tuple(self.value(v) for v in fn.__defaults__) if fn.__defaults__ else None
+        twin.__kwdefaults__ = (
+            {k: self.value(v) for k, v in fn.__kwdefaults__.items()} if fn.__kwdefaults__ else None
+        )
+        for name in fn.__code__.co_names:
+            if name in fn.__globals__:
+                scope[name] = self.value(fn.__globals__[name])
+        return twin
+
+    def value(self, value: Any) -> Any:
+        """A twin of what may hold tensors; code and plain data are themselves."""
+        if (
+            isinstance(value, _CODE_TYPES)
+            or value is None
+            or isinstance(value, (str, bytes, int, float, complex))
+        ):
+            return value
+        if isinstance(value, torch.optim.Optimizer):
+            return self._once(value, self.world.optimizer)
+        if isinstance(value, types.FunctionType):
+            # Library functions hold no user state; rebuilding them would copy the library's globals.
+            return self.function(value) if _is_users(value) else value
+        if isinstance(value, types.MethodType):
+            return types.MethodType(value.__func__, self.value(value.__self__))
+        try:
+            return self._once(value, self.world.copy)
+        except CaptureError:
+            return value
+
+    def _once(self, value: Any, make: Callable[[Any], Any]) -> Any:
+        if id(value) not in self.done:
+            self.done[id(value)] = twin = make(value)
+            if not isinstance(value, (nn.Module, torch.optim.Optimizer)):
+                self.data.append((value, twin))
+        return self.done[id(value)]
+
+
+def _is_users(fn: types.FunctionType) -> bool:
+    return (fn.__module__ or "").partition(".")[0] not in (
+        "torch",
+        "lightning",
+        "pytorch_lightning",
+        "builtins",
+        "numpy",
+    )
+
+
+def tensors_of(fn: Callable[..., Any]) -> list[torch.Tensor]:
+    """The real tensors that `fn` refers to besides modules and optimizers: the batch that lives through its step."""
+    rebuild = _Rebuild(_Uncopied())
+    rebuild.callable(fn)
+    return [leaf for real, _ in rebuild.data for leaf in pytree.tree_leaves(real) if _is_tensor(leaf)]
+
+
+class _Uncopied(FakeWorld):
+    """A world in which everything is its own twin: to walk a function without copying what it refers to."""
+
+    def copy(self, thing: Any, *, shared: tuple[Any, ...] = ()) -> Any:
+        return thing
+
+    def optimizer(self, optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
+        return optimizer
+
+
+def _is_tensor(leaf: Any) -> bool:
+    return isinstance(leaf, torch.Tensor) and not isinstance(leaf, nn.Parameter)
+
+
+@dataclass(frozen=True, kw_only=True)
+class FunctionStep:
+    """A `StepSource` for `session.step(fn)`: `fn()` performs one whole step over `model` and `optimizers`."""
+
+    fn: Callable[[], Any]
+    model: nn.Module
+    optimizers: tuple[torch.optim.Optimizer, ...] = ()
+    targets: tuple[str, ...] = ("",)
+
+    def build(self, world: FakeWorld) -> FakeStep:
+        """See `StepSource.build`."""
+        model = world.copy(self.model)
+        zero_gradients(model.parameters())
+        optimizers = tuple(world.optimizer(o) for o in self.optimizers)
+        rebuild = _Rebuild(world)
+        for real, twin in zip(self.optimizers, optimizers, strict=True):
+            rebuild.done[id(real)] = twin
+        run = rebuild.callable(self.fn)
+        batch = [leaf for _, twin in rebuild.data for leaf in pytree.tree_leaves(twin) if _is_tensor(leaf)]
+
+        def step() -> None:
+            run()
+
+        return FakeStep(model=model, targets=self.targets, run=step, optimizers=optimizers, batch=batch)

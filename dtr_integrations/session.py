@@ -1,0 +1,484 @@
+"""The lifecycle of one run under a budget: install, plan before the first real forward, measure, compare, restore.
+
+An adapter supplies a `StepSource` (how one step is run) and says when a step begins and ends; everything else is here.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import fx, nn
+
+from .apply import registry
+from .apply.dispatch import InPlace
+from .apply.partitioner import PlanPartitioner
+from .capture.closure import FunctionStep, tensors_of
+from .capture.fake import preserved_randomness
+from .capture.joint import fingerprint
+from .capture.source import ModuleStep, StepSource
+from .config import DTRConfig
+from .core.peak import PeakReport
+from .core.plan import GraphSchedule, Plan
+from .distributed import Reserve, reserve_for
+from .errors import CaptureError, ConfigError, NothingPlanned, PlanMismatch, PlanWarning
+from .measure import (
+    PeakLog,
+    TracedPeak,
+    device_total_bytes,
+    is_measured,
+    static_bytes,
+    tensors_in,
+    trace_step,
+)
+from .pipeline import Planned, Progress, make_plan, plan_unknown, silent
+from .units import format_bytes
+
+log = logging.getLogger("dtr_integrations")
+_MAX_REPLANS = 2
+
+
+class BudgetSession:
+    """One model trained under one budget on one rank.
+
+    Made by `auto_checkpoint` or by an adapter; `plan` is None until the first training call (or `prepare`).
+
+    Attributes:
+        planned: the plan with all that led to it (`pipeline.Planned`), or None.
+        reports: one `PeakReport` for each measured optimizer step.
+        trace: the last measured step's `TracedPeak`, or None.
+        static_bytes: parameters + buffers + optimizer state as last measured.
+    """
+
+    def __init__(
+        self,
+        config: DTRConfig,
+        model: nn.Module,
+        *,
+        optimizers: Sequence[torch.optim.Optimizer] = (),
+        device: torch.device | None = None,
+        rank: int = 0,
+        world_size: int = 1,
+        progress: Progress | None = None,
+    ) -> None:
+        self.config = config
+        self.model = model
+        self.optimizers = list(optimizers)
+        self.device = device or _device_of(model)
+        self.rank, self.world_size = rank, world_size
+        self.planned: Planned | None = None
+        self.reports: list[PeakReport] = []
+        self.trace: TracedPeak | None = None
+        self.step_count = 0
+        self._progress = progress or (_shown if config.progress else silent)
+        self._budget_bytes: int | None = None
+        self._in_place: InPlace | None = None
+        self._registered = ""
+        self._unknown: dict[str, GraphSchedule] = {}
+        self._learnt_bytes = 0  # what measuring showed to be missing from the prediction
+        self._replans = 0
+        self._settled = False  # planned, or given up on
+        self._log: PeakLog | None = None
+
+    # -- what users read ---------------------------------------------------------------------------------------------
+
+    @property
+    def plan(self) -> Plan | None:
+        """The plan in force; None before the first training call, or when nothing could be planned."""
+        return self.planned.plan if self.planned is not None else None
+
+    @property
+    def budget_bytes(self) -> int:
+        """The budget in bytes; a share of the device's total is resolved when first asked for."""
+        if self._budget_bytes is None:
+            total = device_total_bytes(self.device, self._ranks_on_host())
+            self._budget_bytes = self.config.budget_bytes(total)
+            if self._budget_bytes > total:
+                warnings.warn(
+                    f"the budget {self.config.budget!r} is above what {self.device} has ({format_bytes(total)})",
+                    PlanWarning,
+                    stacklevel=2,
+                )
+        return self._budget_bytes
+
+    @property
+    def report(self) -> str:
+        """The plan and the measured peaks as text for people."""
+        from .report import session_text  # rich is only needed when somebody looks
+
+        return session_text(self.planned, self.reports)
+
+    # -- lifecycle ---------------------------------------------------------------------------------------------------
+
+    @property
+    def needs_plan(self) -> bool:
+        """True until planned; true again when a measured step showed the plan to be over the budget."""
+        return not self._settled
+
+    def install(
+        self, targets: Mapping[str, nn.Module], before_call: Callable[..., None] | None = None
+    ) -> None:
+        """Put the dispatchers into the target modules (names in `model`). Nothing is compiled yet."""
+        self._in_place = InPlace(targets, before_call or (lambda name, args, kwargs: None))
+
+    def prepare(self, source: StepSource) -> None:
+        """Plan the step that `source` describes and compile by it from now on. Before any real forward.
+
+        Raises `BudgetInfeasible`, `PlanMismatch`; `CaptureError` only with `fallback="error"`, otherwise the modules run
+        eagerly with a `NothingPlanned` warning. The model, gradients and random state are as before in every case.
+        """
+        self._settled = True
+        try:
+            with preserved_randomness():
+                planned = make_plan(
+                    source,
+                    budget_bytes=self.budget_bytes,
+                    reserve=self._reserve(),
+                    device=self.device.type,
+                    options=self.config.compile_options,
+                    mode=self.config.mode,
+                    best_effort=self.config.on_infeasible == "best_effort",
+                    given=read_plan(self.config.plan),
+                    progress=self._progress,
+                )
+        except CaptureError as error:
+            if self.config.fallback == "error":
+                raise
+            self._give_up(f"the step could not be captured: {error}")
+            return
+        except Exception:
+            self._settled = False  # nothing was changed: the caller may try again
+            raise
+        if not planned.captured.step.graphs:
+            self._give_up(_why_nothing(planned))
+            return
+        self._adopt(planned)
+
+    def close(self) -> None:
+        """Restore the modules. The plan and the reports stay readable; calling twice is fine."""
+        if self._in_place is not None:
+            self._in_place.remove()
+            self._in_place = None
+        registry.unregister(self._registered)
+
+    def __enter__(self) -> BudgetSession:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()
+
+    # -- measuring ---------------------------------------------------------------------------------------------------
+
+    def should_measure(self, *, last_step: int | None = None) -> bool:
+        """Whether the optimizer step that comes next is one to measure."""
+        return self.plan is not None and is_measured(
+            self.step_count + 1,
+            every=self.config.log_every_n_steps,
+            measured_so_far=len(self.reports),
+            last_step=last_step,
+        )
+
+    @contextlib.contextmanager
+    def tracing(self, batch: Any = ()) -> Iterator[None]:
+        """Trace one stretch of a step (a micro-batch, or all of it) and keep the highest for `finish_step`."""
+        trace = self.open_trace(batch)
+        try:
+            yield
+        except BaseException:
+            trace.abandon()
+            raise
+        self.close_trace(trace)
+
+    def open_trace(self, batch: Any = ()) -> Any:
+        """Begin tracing; hand the result to `close_trace`, or call its `abandon()`."""
+        self._static_at_open = static_bytes([self.model], self.optimizers)
+        gradients = [p.grad for p in self.model.parameters() if p.grad is not None]
+        trace = trace_step(device=self.device, known=[*gradients, *tensors_in(batch)])
+        del gradients
+        trace.open()
+        return trace
+
+    def close_trace(self, trace: Any) -> None:
+        """End tracing; keeps the trace with the highest peak of the step."""
+        trace.close()
+        if trace.peak is not None and (
+            self._pending is None or trace.peak.peak_bytes > self._pending[0].peak_bytes
+        ):
+            self._pending = (trace.peak, self._static_at_open)
+
+    _pending: tuple[TracedPeak, int] | None = None
+    _static_at_open = 0
+
+    def finish_step(self) -> PeakReport | None:
+        """An optimizer step is done. Returns its report if it was traced, after writing it to the peak log."""
+        self.step_count += 1
+        pending, self._pending = self._pending, None
+        if pending is None or self.plan is None:
+            return None
+        self.trace, static = pending
+        report = PeakReport(
+            rank=self.rank,
+            world_size=self.world_size,
+            step=self.step_count,
+            budget_bytes=self.budget_bytes,
+            predicted_allocated_bytes=self.plan.predicted_allocated_bytes,
+            peak_allocated_bytes=self.trace.peak_allocated_bytes or static + self.trace.peak_bytes,
+            peak_reserved_bytes=self.trace.peak_reserved_bytes,
+            non_torch_bytes=self.trace.non_torch_bytes,
+            reserve_bytes=self.plan.reserve_bytes,
+            static_bytes=static,
+            default_allocated_bytes=self.plan.default_allocated_bytes,
+            plan_digest=self.plan.digest,
+            source=self.trace.source,
+        )
+        self.reports.append(report)
+        if self._log is not None:
+            self._log.append(report)
+        self._reconcile(report)
+        return report
+
+    def step(self, fn: Callable[[], Any]) -> Any:
+        """Run `fn()`, one whole optimizer step (forward, loss, backward, optimizer), under the budget; returns its value.
+
+        The first call plans from the whole of `fn`, loss and optimizer included: `fn` is run on fake twins of what it
+        refers to (model, optimizers, batch, schedulers), so it should do nothing but the step. Numbers that it reads off
+        tensors there (`loss.item()`) are stand-ins.
+        """
+        if self.needs_plan:
+            self.prepare(
+                FunctionStep(
+                    fn=fn, model=self.model, optimizers=tuple(self.optimizers), targets=self._targets()
+                )
+            )
+        if not self.should_measure():
+            result = fn()
+            self.finish_step()
+            return result
+        with self.tracing(tensors_of(fn)):
+            result = fn()
+        self.finish_step()
+        return result
+
+    # -- inside ------------------------------------------------------------------------------------------------------
+
+    def _targets(self) -> tuple[str, ...]:
+        return tuple(self.config.targets) if self.config.targets else ("",)
+
+    def _ranks_on_host(self) -> int:
+        return int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+
+    def _reserve(self) -> Reserve:
+        reserve = reserve_for(self.device.type, self.budget_bytes, self.config.reserve_bytes())
+        if not self._learnt_bytes:
+            return reserve
+        return Reserve(lines={**reserve.lines, "learnt from measured steps": self._learnt_bytes})
+
+    def _adopt(self, planned: Planned) -> None:
+        self.planned = planned
+        self._unknown = {}
+        plan = planned.plan
+        registry.unregister(self._registered)
+        self._registered = registry.register(registry.Entry(decide=self._decide, mode=plan.mode))
+        if self._in_place is not None:
+            digest = f"{plan.digest}-{plan.budget_bytes}"
+            self._in_place.use(PlanPartitioner(self._registered, digest), self.config.compile_options)
+        if self.config.run_dir is not None:
+            directory = Path(self.config.run_dir)
+            directory.mkdir(parents=True, exist_ok=True)
+            (directory / f"plan-rank{self.rank}.json").write_text(plan.to_json())
+            if self._log is None:
+                self._log = PeakLog(directory, self.rank)
+                self._log.start()
+        if plan.required_bytes > plan.budget_bytes:
+            warnings.warn(
+                f"no plan fits {format_bytes(plan.budget_bytes)}; using the lowest one, which needs "
+                f"{format_bytes(plan.required_bytes)} (on_infeasible='best_effort')",
+                PlanWarning,
+                stacklevel=3,
+            )
+        log.info(
+            "planned: %s of %s, slowdown %.3f (default compile: %s)",
+            format_bytes(plan.required_bytes),
+            format_bytes(plan.budget_bytes),
+            plan.slowdown,
+            format_bytes(plan.default_allocated_bytes),
+        )
+
+    def _give_up(self, reason: str) -> None:
+        if self._in_place is not None:
+            self._in_place.run_eagerly()
+        warnings.warn(
+            f"nothing was planned for {type(self.model).__name__}, it runs eagerly and the budget "
+            f"{self.config.budget!r} is not enforced: {reason}",
+            NothingPlanned,
+            stacklevel=3,
+        )
+
+    def _decide(self, joint: fx.GraphModule, num_outputs: int, static: Any) -> GraphSchedule | None:
+        assert self.planned is not None
+        name = fingerprint(joint, num_outputs)
+        known = self.planned.plan.for_graph(name)
+        if known is not None:
+            return known
+        if name not in self._unknown:
+            schedule, peak_bytes, slowdown = plan_unknown(
+                joint, num_outputs, static, planned=self.planned, device=self.device.type
+            )
+            self._unknown[name] = schedule
+            log.warning(
+                "a graph that the plan does not know (another input shape or branch) was planned on the spot: "
+                "about %s, slowdown %.3f, not certified",
+                format_bytes(peak_bytes),
+                slowdown,
+            )
+        return self._unknown[name]
+
+    def _reconcile(self, report: PeakReport) -> None:
+        """Compare a measured step with the budget; over it, learn the excess and ask for a new plan (bounded tries)."""
+        assert self.plan is not None
+        if report.within_budget or self.plan.required_bytes > self.plan.budget_bytes:
+            return
+        excess = report.used_bytes - report.budget_bytes
+        again = self._replans < _MAX_REPLANS
+        warnings.warn(
+            f"step {report.step} used {format_bytes(report.used_bytes)}, {format_bytes(excess)} above the budget "
+            f"{format_bytes(report.budget_bytes)} (predicted: {format_bytes(self.plan.required_bytes)}). "
+            + (
+                "Planning again with that added to the reserve."
+                if again
+                else "Set reserve= to leave it room."
+            ),
+            PlanWarning,
+            stacklevel=4,
+        )
+        if again:
+            self._replans += 1
+            self._learnt_bytes += max(
+                excess, report.peak_allocated_bytes - self.plan.predicted_allocated_bytes, excess
+            )
+            self._settled = False
+
+
+class ModuleSession(BudgetSession):
+    """The session of `auto_checkpoint`: plans at the model's first training call.
+
+    It sees the module's call and not the loss around it, so the loss is taken to be `default_loss` of the output, which
+    costs next to nothing; use `session.step(fn)` to have the whole step planned. Whether old gradients live beside the
+    activations is only known at the second call; when they do, the step is planned again with them.
+    """
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._pattern = {"zero_after_forward": False, "micro_batches": 1}
+        self._calls = 0
+        self._steps_at_first_call = 0
+        self._optimizer_steps = 0
+        self._in_step = False
+        self._hooks: list[Any] = []
+        names = self._targets()
+        try:
+            modules = {name: self.model.get_submodule(name) for name in names}
+        except AttributeError as error:
+            raise ConfigError(
+                f"targets={list(names)!r}: {error}. Names as in model.named_modules()."
+            ) from error
+        self.install(modules, self._before_call)
+        for optimizer in self.optimizers:
+            self._hooks.append(optimizer.register_step_post_hook(self._stepped))
+
+    def step(self, fn: Callable[[], Any]) -> Any:
+        """See `BudgetSession.step`."""
+        self._in_step = True
+        try:
+            return super().step(fn)
+        finally:
+            self._in_step = False
+
+    def close(self) -> None:
+        """See `BudgetSession.close`."""
+        super().close()
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks = []
+
+    def _stepped(self, *_: Any) -> None:
+        self._optimizer_steps += 1
+        if not self._in_step:
+            self.step_count += 1
+
+    def _before_call(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        self._calls += 1
+        if self._calls == 2 and not self._in_step:
+            self._look_at_gradients()
+        if self.needs_plan and not self._in_step:
+            self.prepare(
+                ModuleStep(
+                    model=self.model,
+                    args=args,
+                    kwargs=kwargs,
+                    optimizer=self.optimizers[0] if self.optimizers else None,
+                    targets=self._targets(),
+                    context=_live_autocast(self.device.type),
+                    **self._pattern,
+                )
+            )
+
+    def _look_at_gradients(self) -> None:
+        if self.plan is None or not any(p.grad is not None for p in self.model.parameters()):
+            return
+        if self._optimizer_steps:
+            self._pattern["zero_after_forward"] = True
+            seen = "old gradients are still there when the next forward runs"
+        else:
+            self._pattern["micro_batches"] = 2
+            seen = "gradients accumulate over several backwards"
+        log.warning(
+            "%s: planning again with them (zero_grad before the forward would save their bytes)", seen
+        )
+        self._settled = False
+
+
+def _device_of(model: nn.Module) -> torch.device:
+    return next((p.device for p in model.parameters()), torch.device("cpu"))
+
+
+def _live_autocast(device_type: str) -> Callable[[], Any] | None:
+    if not torch.is_autocast_enabled(device_type):
+        return None
+    dtype, cached = torch.get_autocast_dtype(device_type), torch.is_autocast_cache_enabled()
+    return lambda: torch.autocast(device_type, dtype=dtype, cache_enabled=cached)
+
+
+def read_plan(path: str | None) -> Plan | None:
+    """The plan in a file, or None for None. Raises `PlanMismatch` when it cannot be read."""
+    if path is None:
+        return None
+    try:
+        text = Path(path).read_text()
+    except OSError as error:
+        raise PlanMismatch(
+            f"plan={path!r} cannot be read: {error}. Make one with plan(...).to_json()."
+        ) from error
+    return Plan.from_json(text)
+
+
+def _why_nothing(planned: Planned) -> str:
+    if not planned.captured.called:
+        return (
+            "no target module is called by the training step (a method other than forward, or another module, does the "
+            "work). Name the modules that are called with targets=[...]."
+        )
+    return (
+        f"compiling {', '.join(n or 'the model' for n in planned.captured.called)} gave no graph with a backward "
+        "(every frame was skipped by torch.compile, or no parameter needs a gradient)."
+    )
+
+
+def _shown(message: str) -> None:
+    log.info("%s", message)
