@@ -1,0 +1,51 @@
+"""A whole session as text: `BudgetSession.report`."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from ..core.peak import PeakReport
+from .tables import breakdown_table, peaks_table, slowdown_table, to_text
+
+if TYPE_CHECKING:
+    from ..pipeline import Planned
+
+__all__ = ["session_text"]
+
+
+def session_text(planned: Planned | None, reports: Sequence[PeakReport] = ()) -> str:
+    """The plan's breakdown beside the default's, its slowdown, how it was found, and the measured peaks."""
+    if planned is None:
+        return "nothing is planned yet: the first training call plans\n"
+    plan = planned.plan
+    parts = [
+        to_text(breakdown_table(plan, planned.captured.default)),
+        to_text(slowdown_table(plan)),
+        _how_it_was_found(planned),
+    ]
+    if reports:
+        parts.append(to_text(peaks_table(reports)))
+    return "\n".join(parts)
+
+
+def _how_it_was_found(planned: Planned) -> str:
+    plan = planned.plan
+    if plan.is_default:
+        lines = ["The budget does not bind: these are the default compile's own graphs."]
+    else:
+        saved = sum(len(schedule.saved) for schedule in plan.schedule)
+        recomputed = sum(len(schedule.recompute) for schedule in plan.schedule)
+        lines = [
+            f"{saved} values saved, {recomputed} recomputations, {planned.rounds} plans certified by dry run."
+        ]
+    dynamic_bytes = plan.predicted_allocated_bytes - plan.static_bytes
+    if plan.simulated_bytes is not None and dynamic_bytes > 0:
+        off = (plan.simulated_bytes - plan.predicted_allocated_bytes) / dynamic_bytes
+        lines.append(
+            f"The search tier thought {off:+.2%} of this plan's dynamic bytes; the dry run corrected that."
+        )
+    if planned.seconds:
+        laps = ", ".join(f"{name} {seconds:.1f} s" for name, seconds in planned.seconds.items())
+        lines.append(f"Time: {laps}.")
+    return "\n".join([*lines, *plan.notes]) + "\n"
