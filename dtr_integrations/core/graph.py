@@ -114,7 +114,8 @@ class Region:
     several); both are −1 for an eager region. `base_bytes` are live at entry *besides* what calls that are still open
     hold for their backward (static memory, gradients so far, the batch, eager values): it does not depend on the plan.
     `rise_bytes` is how far the live bytes rose above those at entry, inside the region, in the default dry run; for a
-    compiled region it also calibrates the simulator. `cost_ms` counts eager regions only.
+    compiled region it also calibrates the simulator. `cost_ms` counts eager regions only. `open_bytes` is what open calls
+    held at entry in the default dry run, where that is known (−1: not).
     """
 
     kind: RegionKind
@@ -123,6 +124,7 @@ class Region:
     base_bytes: int
     rise_bytes: int
     cost_ms: float = 0.0
+    open_bytes: int = -1
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

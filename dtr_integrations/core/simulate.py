@@ -38,6 +38,7 @@ __all__ = [
     "default_cost_ms",
     "entry_weights",
     "held_at_peak",
+    "open_shifts",
     "simulate_graph",
     "simulate_step",
 ]
@@ -300,9 +301,13 @@ def correct(
 
 
 def calibrate(step: StepGraph, *, policy: FusionPolicy = DEFAULT_POLICY) -> Correction:
-    """The correction that makes the simulator exact on the default: its rises were measured (`Region.rise_bytes`)."""
+    """The correction that the default's own measured rises (`Region.rise_bytes`) suggest for other schedules.
+
+    Only where the simulator was too low: torch's partitioner orders its backward in its own way, which may come out lower
+    than the same save set under our order, and that would not carry over.
+    """
     schedules = default_schedules(step.graphs)
-    return correct(
+    found = correct(
         NO_CORRECTION,
         [
             Observation(
@@ -316,6 +321,7 @@ def calibrate(step: StepGraph, *, policy: FusionPolicy = DEFAULT_POLICY) -> Corr
         ],
         policy=policy,
     )
+    return Correction(points=tuple((name, where, saved, max(0, by)) for name, where, saved, by in found.points))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -371,11 +377,11 @@ def simulate_step(
     graphs = [simulate_graph(g, s, policy=policy) for g, s in zip(step.graphs, chosen, strict=True)]
     levels = []
     open_bytes = 0
-    for region in step.regions:
+    for region, shift in zip(step.regions, open_shifts(step, policy=policy), strict=True):
         rise = region.rise_bytes
         if region.kind is not RegionKind.EAGER and not chosen[region.graph].default:
             rise = _rise(step.graphs[region.graph], graphs[region.graph], region.kind, correction)
-        levels.append(RegionLevel(entry_bytes=region.base_bytes + open_bytes, rise_bytes=rise))
+        levels.append(RegionLevel(entry_bytes=region.base_bytes + open_bytes + shift, rise_bytes=rise))
         if region.kind is RegionKind.FORWARD:
             open_bytes += graphs[region.graph].saved_bytes
         elif region.kind is RegionKind.BACKWARD:
@@ -392,6 +398,28 @@ def simulate_step(
         peak_region=peak_region,
         graphs=tuple(graphs),
     )
+
+
+def open_shifts(step: StepGraph, *, policy: FusionPolicy = DEFAULT_POLICY) -> list[int]:
+    """For each region, exact minus simulated bytes that open calls of the default hold at its entry; 0 if not known.
+
+    What the compiler saves beside the save set (copies of inputs in another layout) is the same whatever the plan.
+    """
+    if all(region.open_bytes < 0 for region in step.regions):
+        return [0] * len(step.regions)
+    saved = [
+        simulate_graph(g, s, policy=policy).saved_bytes
+        for g, s in zip(step.graphs, default_schedules(step.graphs), strict=True)
+    ]
+    shifts = []
+    simulated = 0
+    for region in step.regions:
+        shifts.append(region.open_bytes - simulated if region.open_bytes >= 0 else 0)
+        if region.kind is RegionKind.FORWARD:
+            simulated += saved[region.graph]
+        elif region.kind is RegionKind.BACKWARD:
+            simulated -= saved[region.graph]
+    return shifts
 
 
 def _rise(graph: JointGraph, profile: GraphProfile, direction: RegionKind, correction: Correction) -> int:

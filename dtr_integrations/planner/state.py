@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import heapq
 from collections.abc import Collection, Iterable, Sequence
+from functools import reduce
 from typing import Any
 
 import numpy as np
@@ -20,15 +21,16 @@ from ..core.fusion import DEFAULT_POLICY, FusionPolicy, fusion_tables, is_buffer
 from ..core.graph import JointGraph, OpKind, Phase, RegionKind, StepGraph
 from ..core.plan import GraphSchedule
 from ..core.schedule import is_tangent, may_run_again, must_save, schedule_for
-from ..core.simulate import Correction, default_cost_ms, entry_weights, interpolate
+from ..core.simulate import Correction, default_cost_ms, entry_weights, interpolate, last_two, open_shifts
 
 __all__ = ["GraphState", "StepState"]
 
 _ABSENT, _RUNS, _HELD = 0, 1, 2
 # What is known of one op in one direction: mode, key (its time), before (the backward op that asks for it), whether a
-# library kernel or the end reads it, how many ops read it, the last kernel that reads it, whether it is a buffer, and
-# the kernel in which it runs itself.
-_Record = tuple[int, int, int, bool, int, int, bool, int]
+# library kernel or the end reads it, how many ops read it, the last two kernels that read it, whether it is a buffer,
+# and the last two kernels in which it runs itself.
+_Record = tuple[int, int, int, bool, int, tuple[int, int], bool, tuple[int, int]]
+_NEVER = (-1, -1)
 _Journal = list[tuple[Any, Any, Any]]
 
 
@@ -42,6 +44,7 @@ class _Events:
         self.weights = np.zeros(3 * n, dtype=np.int64)
         self.pointwise = np.zeros(3 * n, dtype=bool)
         self.reusable = np.ones(3 * n, dtype=bool)
+        self.alone = np.ones(3 * n, dtype=bool)  # no sibling reads it in the kernel in which it dies
         self.slot = np.concatenate([np.arange(n), np.arange(n), np.arange(n, 2 * n)])
         for op in graph.ops:
             if policy.reuse_in_place and op.kind is OpKind.POINTWISE:
@@ -50,6 +53,21 @@ class _Events:
                 self.reusable[2 * n + op.value] = False
         if not policy.donate_saved:
             self.reusable[2 * n :] = False
+
+    def put(self, slot: int, key: int, weight: int, alone: bool, journal: _Journal) -> None:
+        """Write one event, remembering what was there."""
+        old_weight = int(self.weights[slot])
+        if weight != old_weight:
+            journal.append((self.weights, slot, old_weight))
+            self.weights[slot] = weight
+        if not weight:
+            return
+        if key != (old_key := int(self.keys[slot])):
+            journal.append((self.keys, slot, old_key))
+            self.keys[slot] = key
+        if alone != (old_alone := bool(self.alone[slot])):
+            journal.append((self.alone, slot, old_alone))
+            self.alone[slot] = alone
 
     def levels(self) -> np.ndarray[Any, np.dtype[np.int64]]:
         """Live bytes above those at entry, at each allocation, in order of time."""
@@ -71,6 +89,7 @@ class _Events:
                 same
                 & (weights[other] == -weights[at])
                 & self.reusable[order[other]]
+                & self.alone[order[other]]
                 & (self.slot[order[other]] != self.slot[order[at]])
             )
             step += 1
@@ -87,6 +106,7 @@ class _Side:
         self.n = len(graph.ops)
         self.forward = direction is RegionKind.FORWARD
         tables = fusion_tables(graph, policy)
+        self.tables = tables
         self.known = tables.forward if self.forward else tables.backward
         self.reuse = tables.reuse
         self.cost = [op.cost_ms for op in graph.ops]
@@ -100,7 +120,7 @@ class _Side:
         self.leaves = [False] * self.n
         for i in graph.forward_outputs if self.forward else graph.backward_outputs:
             self.leaves[i] = True
-        self.absent: _Record = (_ABSENT, -1, self.n + 1, False, 0, -1, False, -1)
+        self.absent: _Record = (_ABSENT, -1, self.n + 1, False, 0, _NEVER, False, _NEVER)
         self.records: list[_Record] = [self.absent] * self.n
         self.events = _Events(graph, policy)
         self.cost_ms = 0.0
@@ -124,7 +144,7 @@ class _Side:
         records, kind = self.records, self.kind
         leaves = self.leaves[i] or (self.forward and held)
         before = self.n if leaves else self.n + 1
-        reach = self.end_key if leaves else -1
+        last, also = self.end_key if leaves else -1, -1
         extern, readers, wanted = leaves, 0, leaves
         for u in self.users[i]:
             mode, _, at, u_extern, u_readers, _, _, u_read_at = records[u]
@@ -136,14 +156,20 @@ class _Side:
             u_kind = kind[u]
             if u_kind is OpKind.SYMBOL:
                 continue
-            if u_read_at > reach:
-                reach = u_read_at
+            u_last, u_also = u_read_at
+            if u_last > last:
+                last, also = u_last, max(last, u_also)
+            elif u_last < last:
+                also = max(also, u_last)
+            else:
+                also = max(also, u_also)
             if u_kind is OpKind.VIEW:
                 extern = extern or u_extern
                 readers += u_readers
             else:
                 extern = extern or u_kind is OpKind.EXTERN
                 readers += 1
+        reach = (last, also)
         phase = self.phase[i]
         if self.forward:
             if phase is Phase.INPUT or phase is Phase.BACKWARD or (phase is Phase.FREE and not wanted):
@@ -154,13 +180,13 @@ class _Side:
         elif not wanted:
             return self.absent
         elif phase is Phase.INPUT or keep:
-            return (_HELD, -1, self.n + 1, False, 0, reach, False, -1)
+            return (_HELD, -1, self.n + 1, False, 0, reach, False, _NEVER)
         else:
             key = before * self.width + i
         buffer = is_buffer(
             kind[i], self.known[i], leaves=leaves, reuse=self.reuse[i], extern_read=extern, readers=readers
         )
-        return (_RUNS, key, before, extern, readers, reach, buffer, key if buffer or reach < 0 else reach)
+        return (_RUNS, key, before, extern, readers, reach, buffer, (key, -1) if buffer or last < 0 else reach)
 
     def matters(self, i: int, old: _Record, new: _Record) -> bool:
         """Whether what op `i` reads has to be looked at again."""
@@ -182,27 +208,28 @@ class _Side:
         events = self.events
         for storage in op.storages:
             size = self.graph.storage_bytes[storage] if mode == _RUNS and buffer else 0
-            dies = key
+            read = _NEVER
             if size:
                 if op.value == storage:
-                    dies = max(reach, key)
+                    read = reach
                 else:
                     for u in self.users[i]:
                         if self.graph.ops[u].value == storage and self.records[u][0] == _RUNS:
-                            dies = max(dies, self.records[u][7])
-            events_set(events, storage, 2 * key + 1, size, journal)
-            events_set(events, events.n + storage, 2 * dies + 2, -size, journal)
+                            read = last_two(read, self.records[u][7])
+            events.put(storage, 2 * key + 1, size, True, journal)
+            events.put(events.n + storage, 2 * max(read[0], key) + 2, -size, self.alone(read), journal)
 
+    def alone(self, read: tuple[int, int]) -> bool:
+        """Whether a storage that these two kernels read last may be written over by the last one."""
+        last, also = read
+        return also < 0 or last >= self.end_key or self.tables.frees_for(self.op_at(last), self.op_at(also))
 
-def events_set(events: _Events, slot: int, key: int, weight: int, journal: _Journal) -> None:
-    """Write one event, remembering what was there."""
-    old_key, old_weight = int(events.keys[slot]), int(events.weights[slot])
-    if weight != old_weight:
-        journal.append((events.weights, slot, old_weight))
-        events.weights[slot] = weight
-    if key != old_key and weight:
-        journal.append((events.keys, slot, old_key))
-        events.keys[slot] = key
+    def op_at(self, key: int) -> int:
+        """The op that runs at this time."""
+        base, rest = divmod(key, self.width)
+        if self.forward:
+            return rest - 1 if rest else base - 1
+        return rest if rest < self.n else base
 
 
 class GraphState:
@@ -369,14 +396,15 @@ class GraphState:
         if storage < 0:
             return
         events, records = self._back.events, self._back.records
-        reach = [records[i][5] for i in self._holders[storage] if records[i][0] == _HELD]
+        held = [records[i][5] for i in self._holders[storage] if records[i][0] == _HELD]
+        read = reduce(last_two, held, _NEVER)
         gradient = storage in self._gradients
         size = self.graph.storage_bytes[storage] if gradient else self._weights[storage]
-        weight = -size if reach else 0
+        weight = -size if held else 0
         slot = 2 * events.n + storage
         if not gradient:
             self.saved_bytes += int(events.weights[slot]) - weight
-        events_set(events, slot, 2 * max(reach, default=-1) + 2, weight, self._journal)
+        events.put(slot, 2 * read[0] + 2, weight, self._back.alone(read), self._journal)
 
 
 class StepState:
@@ -403,6 +431,10 @@ class StepState:
         ]
         self._eager_ms = sum(r.cost_ms for r in step.regions if r.kind is RegionKind.EAGER)
         self._open = self._open_calls()
+        self._base = [
+            region.base_bytes + shift
+            for region, shift in zip(step.regions, open_shifts(step, policy=policy), strict=True)
+        ]
 
     def _open_calls(self) -> list[tuple[int, ...]]:
         """For each region, how many calls of each graph are open at its entry."""
@@ -429,8 +461,8 @@ class StepState:
     def _entries(self) -> list[int]:
         saved = [g.saved_bytes for g in self.graphs]
         return [
-            region.base_bytes + sum(c * s for c, s in zip(calls, saved, strict=True))
-            for region, calls in zip(self.step.regions, self._open, strict=True)
+            base + sum(c * s for c, s in zip(calls, saved, strict=True))
+            for base, calls in zip(self._base, self._open, strict=True)
         ]
 
     def offset_bytes(self, graph: int, direction: RegionKind) -> int:
