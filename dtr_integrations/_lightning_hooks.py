@@ -1,0 +1,224 @@
+"""The hooks of `AutoCheckpoint` for both Lightning namespaces. No algorithm: they drive a `BudgetSession`."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+from collections.abc import Iterator
+from typing import Any
+
+from torch import nn
+
+from ._lightning_step import LightningStep, is_metric
+from .config import DTRConfig
+from .core.peak import PeakReport
+from .core.plan import Plan
+from .errors import ConfigError
+from .session import BudgetSession
+
+
+class AutoCheckpointHooks:
+    """Everything of `AutoCheckpoint` but its base class; see there."""
+
+    namespace: Any  # `lightning.pytorch` or `pytorch_lightning`
+
+    def __init__(
+        self,
+        budget: str,
+        *,
+        plan: str | None = None,
+        targets: list[str] | None = None,
+        reserve: str | dict[str, str] | None = None,
+        fallback: str = "eager",
+        on_infeasible: str = "error",
+        mode: str = "schedule",
+        compile_options: dict[str, Any] | None = None,
+        run_dir: str | None = None,
+        log_every_n_steps: int = 50,
+        progress: bool = True,
+    ) -> None:
+        """Check the configuration; nothing else happens before `fit`.
+
+        Args:
+            budget: total memory of one rank's device: ``"70GB"``, ``"65.2GiB"``, ``"90%"`` of it, ``"auto"``.
+            plan: a plan file made earlier, used instead of searching.
+            targets: names of the modules to compile, as in ``pl_module.named_modules()``. None: the children
+                with parameters (of lists and dicts, their members). ``[""]``: the LightningModule's own
+                `forward`.
+            reserve: memory for what torch does not allocate: a size, or a mapping of lines (see `DTRConfig`).
+            fallback: what to do with a step that cannot be captured: ``"dtr"``, ``"eager"`` or ``"error"``.
+            on_infeasible: ``"error"`` or ``"best_effort"`` (train with the lowest plan, with a warning).
+            mode: ``"schedule"`` or ``"tags"``.
+            compile_options: passed to ``torch.compile(options=...)``.
+            run_dir: where `plan-rank{i}.json` and `peaks-rank{i}.jsonl` are written. None: the first logger's
+                directory, or nowhere without a logger.
+            log_every_n_steps: how often the peak is measured, in optimizer steps; besides, one of the first
+                three is.
+            progress: say what planning is doing, and print the summary after `fit`.
+
+        Raises:
+            ConfigError: a wrong value (a `ValueError`).
+        """
+        self.config = DTRConfig.from_any(
+            budget=budget,
+            plan=plan,
+            targets=targets,
+            reserve=reserve,
+            fallback=fallback,
+            on_infeasible=on_infeasible,
+            mode=mode,
+            compile_options=compile_options or {},
+            run_dir=run_dir,
+            log_every_n_steps=log_every_n_steps,
+            progress=progress,
+        )
+        self.session: BudgetSession | None = None
+        self._trace: Any = None
+        self._targets: tuple[str, ...] = ()
+        self._steps_seen = 0
+
+    @property
+    def plan(self) -> Plan | None:
+        """The plan in force; None before the first training batch, or when nothing could be planned."""
+        return self.session.plan if self.session is not None else None
+
+    @property
+    def reports(self) -> list[PeakReport]:
+        """One `PeakReport` for each measured optimizer step of the last `fit`."""
+        return self.session.reports if self.session is not None else []
+
+    # -- hooks ---------------------------------------------------------------------------------------------------
+
+    def on_train_start(self, trainer: Any, pl_module: Any) -> None:
+        """Put the dispatchers in place: after the sanity check, before the first training batch."""
+        self._close()
+        targets = _targets(pl_module, self.config.targets, self.namespace)
+        run_dir = self.config.run_dir or _logger_directory(trainer)
+        self._targets = tuple(targets)
+        self._steps_seen = trainer.global_step
+        self.session = BudgetSession(
+            dataclasses.replace(self.config, run_dir=run_dir),
+            pl_module,
+            optimizers=trainer.optimizers,
+            device=trainer.strategy.root_device,
+            rank=trainer.global_rank,
+            world_size=trainer.world_size,
+            progress=self._show if self.config.progress else None,
+        )
+        self.session.install(targets)
+
+    def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
+        """Plan, if there is no plan yet; begin measuring, if this optimizer step is one to measure."""
+        session = self.session
+        if session is None:
+            return
+        self._abandon()
+        if session.needs_plan:
+            session.prepare(
+                LightningStep(
+                    namespace=self.namespace,
+                    trainer=trainer,
+                    module=pl_module,
+                    batch=batch,
+                    targets=self._targets,
+                )
+            )
+        if session.should_measure(last_step=_last_step(trainer)):
+            self._trace = session.open_trace(batch)
+
+    def on_train_batch_end(
+        self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        """End measuring; if the optimizer has stepped, report."""
+        session = self.session
+        if session is None:
+            return
+        if self._trace is not None:
+            trace, self._trace = self._trace, None
+            session.close_trace(trace)
+        if trainer.global_step != self._steps_seen:
+            self._steps_seen = trainer.global_step
+            report = session.finish_step()
+            if report is not None:
+                _log(trainer, report)
+
+    def on_fit_end(self, trainer: Any, pl_module: Any) -> None:
+        """Print what was planned and measured; restore the modules."""
+        if self.session is not None and self.config.progress and self.plan is not None:
+            trainer.print(self.session.report)
+        self._close()
+
+    def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
+        """Restore the modules: Lightning calls no `teardown` after an exception."""
+        self._close()
+
+    def teardown(self, trainer: Any, pl_module: Any, stage: str) -> None:
+        """Restore the modules."""
+        self._close()
+
+    # -- inside --------------------------------------------------------------------------------------------------
+
+    def _abandon(self) -> None:
+        if self._trace is not None:  # a batch that was begun and never ended
+            self._trace.abandon()
+            self._trace = None
+
+    def _close(self) -> None:
+        self._abandon()
+        if self.session is not None:
+            self.session.close()
+
+    def _show(self, message: str) -> None:
+        self.namespace.utilities.rank_zero_info(f"AutoCheckpoint: {message}")
+
+
+def _targets(module: nn.Module, names: list[str] | None, namespace: Any) -> dict[str, nn.Module]:
+    """What to compile: the outermost modules that `training_step` can call, by name in `module`."""
+    try:
+        found = {name: module.get_submodule(name) for name in names or ()} or dict(_outermost(module, ""))
+    except AttributeError as error:
+        raise ConfigError(f"targets={names!r}: {error}. Names as in model.named_modules().") from error
+    for name, target in found.items():
+        if target._compiled_call_impl is not None or hasattr(target, "_orig_mod"):
+            raise ConfigError(
+                f"{name or 'the LightningModule'} is compiled with torch.compile already. Leave that out: "
+                "AutoCheckpoint compiles it, with compile_options= as options."
+            )
+    return found
+
+
+def _outermost(parent: nn.Module, prefix: str) -> Iterator[tuple[str, nn.Module]]:
+    for name, child in parent.named_children():
+        if is_metric(child) or next(child.parameters(), None) is None:
+            continue
+        if type(child).forward is nn.Module.forward:  # a list or dict: only its members can be called
+            yield from _outermost(child, f"{prefix}{name}.")
+        else:
+            yield f"{prefix}{name}", child
+
+
+def _logger_directory(trainer: Any) -> str | None:
+    logger = trainer.logger
+    if logger is None:
+        return None
+    directory = getattr(logger, "log_dir", None)
+    if directory is None and logger.save_dir is not None:
+        directory = os.path.join(logger.save_dir, str(logger.name), str(logger.version))
+    return trainer.strategy.broadcast(directory)  # type: ignore[no-any-return]
+
+
+def _last_step(trainer: Any) -> int | None:
+    """Number of the run's last optimizer step, counted from its first."""
+    steps = trainer.estimated_stepping_batches
+    return None if steps == float("inf") else int(steps)
+
+
+def _log(trainer: Any, report: PeakReport) -> None:
+    rank = report.rank
+    metrics = {
+        f"dtr/peak_bytes/rank{rank}": float(report.peak_allocated_bytes),
+        f"dtr/predicted_bytes/rank{rank}": float(report.predicted_allocated_bytes or 0),
+        "dtr/budget_bytes": float(report.budget_bytes),
+    }
+    for logger in trainer.loggers:
+        logger.log_metrics(metrics, step=trainer.fit_loop.epoch_loop._batches_that_stepped)
