@@ -34,6 +34,8 @@ def extract(
     Raises `PlanMismatch` when the schedule reads a value that is neither saved nor computed before.
     """
     nodes = [node for node in joint.graph.nodes if node.op != "output"]
+    backward_ops = _backward_ops(nodes)
+    forward_names = {node.name for node in nodes if node not in backward_ops and node.op == "call_function"}
     _insert_copies(joint.graph, nodes, schedule, num_forward_outputs)
     joint.graph.lint()
     saved = [nodes[i] for i in schedule.saved]
@@ -48,6 +50,7 @@ def extract(
         saved_opaque_nodes=[n for n in inputs + saved if partitioners.is_opaque_node(n)],
         num_fwd_outputs=num_forward_outputs,
     )
+    _drop_leftovers(backward, forward_names)
     forward, backward = partitioners.raise_getitems(forward), partitioners.raise_getitems(backward)
     forward = partitioners.thread_graphsafe_rng_from_hops(forward, is_backward=False)
     backward = partitioners.thread_graphsafe_rng_from_hops(backward, is_backward=True)
@@ -58,8 +61,6 @@ def _insert_copies(
     graph: fx.Graph, nodes: list[fx.Node], schedule: GraphSchedule, num_forward_outputs: int
 ) -> None:
     position = {node: i for i, node in enumerate(nodes)}
-    recomputed = {r.value for r in schedule.recompute}
-    saved = set(schedule.saved)
     latest: dict[int, fx.Node] = {}
     output = next(iter(graph.find_nodes(op="output")))
     due: dict[int, list[Recompute]] = defaultdict(list)
@@ -94,7 +95,19 @@ def _insert_copies(
         raise PlanMismatch(
             f"the schedule recomputes before ops {sorted(due)}, which do not belong to the backward"
         )
-    del recomputed, saved
+
+
+def _drop_leftovers(backward: fx.GraphModule, forward_names: set[str]) -> None:
+    """Erase originals of the forward from the backward graph.
+
+    Extraction copies every op whose inputs are there and trusts dead-code elimination with the rest, but that keeps random
+    ops even unused: the backward would draw from the generator, and the next step's numbers would differ from eager's.
+    All that the backward reads by right is a copy of ours or a placeholder.
+    """
+    for node in reversed(list(backward.graph.nodes)):
+        if node.op == "call_function" and node.name in forward_names and not node.users:
+            backward.graph.erase_node(node)
+    backward.recompile()
 
 
 def _backward_ops(nodes: list[fx.Node]) -> set[fx.Node]:

@@ -46,10 +46,8 @@ class _Rebuild:
         if id(fn) in self.done:
             return self.done[id(fn)]
         scope = dict(fn.__globals__)
-        twin = types.FunctionType(fn.__code__, scope, fn.__name__, None, None)
-        if fn.__closure__ is not None:
-            cells = tuple(types.CellType() for _ in fn.__closure__)
-            twin = types.FunctionType(fn.__code__, scope, fn.__name__, None, cells)
+        cells = None if fn.__closure__ is None else tuple(types.CellType() for _ in fn.__closure__)
+        twin = types.FunctionType(fn.__code__, scope, fn.__name__, None, cells)
         twin.__module__ = fn.__module__
         self.done[id(fn)] = twin  # before its parts: functions may refer to one another
         for cell, old in zip(twin.__closure__ or (), fn.__closure__ or (), strict=True):

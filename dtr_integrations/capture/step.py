@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import warnings
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -264,11 +265,12 @@ def dry_step(
     observed = _Observed(partitioner, watcher)
     called: list[str] = []
     with contextlib.ExitStack() as stack:
-        step = source.build(world)
+        step = _built(source, world)
         _label_static(world.mode, step)
         stack.enter_context(_compiled(step, observed, options or {}, called))
         stack.enter_context(dry_codegen(world.mode, watcher.generated))
         stack.enter_context(_no_caches())
+        stack.enter_context(_quiet())
         stack.enter_context(world.active())
         for _ in range(warm_up_steps):
             _run(step)
@@ -296,6 +298,15 @@ def dry_step(
         )
         del step
     return DryRun(profile=profile, static=static, called=tuple(dict.fromkeys(called)))
+
+
+def _built(source: StepSource, world: FakeWorld) -> FakeStep:
+    try:
+        return source.build(world)
+    except CaptureError:
+        raise
+    except Exception as error:
+        raise CaptureError(f"the step cannot be copied for planning: {type(error).__name__}: {error}") from error
 
 
 def _run(step: FakeStep) -> None:
@@ -346,6 +357,14 @@ def _no_caches() -> Iterator[None]:
         functorch_config.patch({"enable_autograd_cache": False}),
         torch._dynamo.config.patch({"recompile_limit": 64}),
     ):
+        yield
+
+
+@contextlib.contextmanager
+def _quiet() -> Iterator[None]:
+    """Warnings of a dry run come again with the real compile, or are about fake tensors (their `.grad` being looked at)."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
         yield
 
 

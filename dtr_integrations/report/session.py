@@ -18,12 +18,12 @@ def session_text(planned: Planned | None, reports: Sequence[PeakReport] = ()) ->
     """The plan's breakdown beside the default's, its slowdown, how it was found, and the measured peaks."""
     if planned is None:
         return "nothing is planned yet: the first training call plans\n"
-    plan = planned.plan
-    parts = [
-        to_text(breakdown_table(plan, planned.captured.default)),
-        to_text(slowdown_table(plan)),
-        _how_it_was_found(planned),
-    ]
+    plan, default = planned.plan, planned.captured.default
+    if plan.is_default:  # the default beside itself would say nothing
+        parts = [to_text(breakdown_table(plan))]
+    else:
+        parts = [to_text(breakdown_table(plan, default)), to_text(slowdown_table(plan))]
+    parts.append(_how_it_was_found(planned))
     if reports:
         parts.append(to_text(peaks_table(reports)))
     return "\n".join(parts)
@@ -40,12 +40,12 @@ def _how_it_was_found(planned: Planned) -> str:
             f"{saved} values saved, {recomputed} recomputations, {planned.rounds} plans certified by dry run."
         ]
     dynamic_bytes = plan.predicted_allocated_bytes - plan.static_bytes
-    if plan.simulated_bytes is not None and dynamic_bytes > 0:
+    if plan.simulated_bytes is not None and dynamic_bytes > 0 and not plan.is_default:
         off = (plan.simulated_bytes - plan.predicted_allocated_bytes) / dynamic_bytes
         lines.append(
             f"The search tier thought {off:+.2%} of this plan's dynamic bytes; the dry run corrected that."
         )
     if planned.seconds:
         laps = ", ".join(f"{name} {seconds:.1f} s" for name, seconds in planned.seconds.items())
-        lines.append(f"Time: {laps}.")
+        lines.append(f"Planning took: {laps}.")
     return "\n".join([*lines, *plan.notes]) + "\n"

@@ -89,7 +89,7 @@ def breakdown_rows(plan: Plan, default: StepProfile | None = None) -> tuple[Brea
 def breakdown_table(plan: Plan, default: StepProfile | None = None, *, title: str | None = None) -> Table:
     """`breakdown_rows` as a table, with each row's share of the budget. Each column is at its own peak."""
     rows = breakdown_rows(plan, default)
-    unit, factor = _unit(row.planned_bytes for row in rows)
+    unit, factor = _unit([plan.required_bytes])
     columns = ["held by", f"planned {unit}", "of budget"]
     if default is not None:
         columns += [f"default {unit}", "of budget"]
@@ -152,7 +152,7 @@ def peaks_table(reports: Sequence[PeakReport], *, title: str | None = None) -> T
             str(report.step),
             _amount(report.predicted_allocated_bytes, factor),
             _amount(report.peak_allocated_bytes, factor),
-            "–" if error is None else f"{error:.2%}",
+            "–" if error is None else f"{error:.3%}",
             _amount(report.peak_reserved_bytes, factor),
             _amount(report.non_torch_bytes, factor),
             _amount(report.budget_bytes, factor),

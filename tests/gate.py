@@ -1,0 +1,53 @@
+"""The correctness gate: train a few steps twice and compare loss, every gradient and every buffer, in norm per tensor."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+STEPS = 3
+
+
+@dataclass
+class Trained:
+    """What a few steps left: one dict of tensors a step."""
+
+    states: list[dict[str, torch.Tensor]]
+
+
+def train(model: nn.Module, optimizer: Any, loss_of: Callable[[], torch.Tensor], run: Callable[[Any], Any]) -> Trained:
+    """`STEPS` optimizer steps from one seed; `run(step)` performs each (a session's `step`, or a plain call)."""
+    states: list[dict[str, torch.Tensor]] = []
+
+    def step() -> torch.Tensor:
+        optimizer.zero_grad()
+        loss = loss_of()
+        loss.backward()
+        optimizer.step()
+        return loss.detach()
+
+    torch.manual_seed(1)
+    for _ in range(STEPS):
+        loss = run(step)
+        state = {"loss": loss.clone()}
+        state |= {f"grad {n}": p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
+        state |= {f"buffer {n}": b.clone() for n, b in model.named_buffers()}
+        states.append(state)
+    return Trained(states)
+
+
+def worst(one: Trained, other: Trained) -> tuple[float, str]:
+    """The largest ‖a − b‖ / ‖b‖ over all tensors and steps, and whose it is."""
+    found = (0.0, "")
+    for step, (a, b) in enumerate(zip(one.states, other.states, strict=True)):
+        assert a.keys() == b.keys()
+        for name in b:
+            norm = b[name].double().norm().item()
+            error = (a[name].double() - b[name].double()).norm().item() / (norm or 1.0)
+            if not error <= found[0]:  # NaN counts as worst
+                found = (error, f"{name} at step {step}")
+    return found
