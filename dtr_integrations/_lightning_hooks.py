@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import dataclasses
 import os
-from collections.abc import Iterator
 from typing import Any
 
 from torch import nn
 
-from ._lightning_step import LightningStep, is_metric
+from ._lightning_step import LightningStep
 from .config import DTRConfig
 from .core.peak import PeakReport
 from .core.plan import Plan
@@ -42,9 +41,8 @@ class AutoCheckpointHooks:
         Args:
             budget: total memory of one rank's device: ``"70GB"``, ``"65.2GiB"``, ``"90%"`` of it, ``"auto"``.
             plan: a plan file made earlier, used instead of searching.
-            targets: names of the modules to compile, as in ``pl_module.named_modules()``. None: the children
-                with parameters (of lists and dicts, their members). ``[""]``: the LightningModule's own
-                `forward`.
+            targets: names of the modules to compile, as in ``pl_module.named_modules()``. None: the outermost
+                ones that `training_step` calls. ``[""]`` is the LightningModule itself, as in ``self(x)``.
             reserve: memory for what torch does not allocate: a size, or a mapping of lines (see `DTRConfig`).
             fallback: what to do with a step that cannot be captured: ``"dtr"``, ``"eager"`` or ``"error"``.
             on_infeasible: ``"error"`` or ``"best_effort"`` (train with the lowest plan, with a warning).
@@ -74,7 +72,7 @@ class AutoCheckpointHooks:
         )
         self.session: BudgetSession | None = None
         self._trace: Any = None
-        self._targets: tuple[str, ...] = ()
+        self._targets: tuple[str, ...] | None = None
         self._steps_seen = 0
 
     @property
@@ -87,17 +85,15 @@ class AutoCheckpointHooks:
         """One `PeakReport` for each measured optimizer step of the last `fit`."""
         return self.session.reports if self.session is not None else []
 
-    # -- hooks ---------------------------------------------------------------------------------------------------
+    # -- hooks -----------------------------------------------------------------------------------------------
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
-        """Put the dispatchers in place: after the sanity check, before the first training batch."""
+        """Begin a session: after the sanity check, before the first training batch. Nothing changes yet."""
         self._close()
-        targets = _targets(pl_module, self.config.targets, self.namespace)
-        run_dir = self.config.run_dir or _logger_directory(trainer)
-        self._targets = tuple(targets)
+        self._targets = None
         self._steps_seen = trainer.global_step
         self.session = BudgetSession(
-            dataclasses.replace(self.config, run_dir=run_dir),
+            dataclasses.replace(self.config, run_dir=self.config.run_dir or _logger_directory(trainer)),
             pl_module,
             optimizers=trainer.optimizers,
             device=trainer.strategy.root_device,
@@ -105,7 +101,6 @@ class AutoCheckpointHooks:
             world_size=trainer.world_size,
             progress=self._show if self.config.progress else None,
         )
-        self.session.install(targets)
 
     def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
         """Plan, if there is no plan yet; begin measuring, if this optimizer step is one to measure."""
@@ -114,16 +109,12 @@ class AutoCheckpointHooks:
             return
         self._abandon()
         if session.needs_plan:
-            session.prepare(
-                LightningStep(
-                    namespace=self.namespace,
-                    trainer=trainer,
-                    module=pl_module,
-                    batch=batch,
-                    targets=self._targets,
-                )
-            )
-        if session.should_measure(last_step=_last_step(trainer)):
+            step = LightningStep(namespace=self.namespace, trainer=trainer, module=pl_module, batch=batch)
+            if self._targets is None:
+                self._targets = tuple(self.config.targets or step.called())
+                session.install(_modules(pl_module, self._targets))
+            session.prepare(dataclasses.replace(step, targets=self._targets))
+        if session.should_measure(last_step=1 if _is_one_step(trainer) else None):
             self._trace = session.open_trace(batch)
 
     def on_train_batch_end(
@@ -156,7 +147,7 @@ class AutoCheckpointHooks:
         """Restore the modules."""
         self._close()
 
-    # -- inside --------------------------------------------------------------------------------------------------
+    # -- inside ----------------------------------------------------------------------------------------------
 
     def _abandon(self) -> None:
         if self._trace is not None:  # a batch that was begun and never ended
@@ -172,12 +163,11 @@ class AutoCheckpointHooks:
         self.namespace.utilities.rank_zero_info(f"AutoCheckpoint: {message}")
 
 
-def _targets(module: nn.Module, names: list[str] | None, namespace: Any) -> dict[str, nn.Module]:
-    """What to compile: the outermost modules that `training_step` can call, by name in `module`."""
+def _modules(module: nn.Module, names: tuple[str, ...]) -> dict[str, nn.Module]:
     try:
-        found = {name: module.get_submodule(name) for name in names or ()} or dict(_outermost(module, ""))
+        found = {name: module.get_submodule(name) for name in names}
     except AttributeError as error:
-        raise ConfigError(f"targets={names!r}: {error}. Names as in model.named_modules().") from error
+        raise ConfigError(f"targets={list(names)!r}: {error}. Names as in module.named_modules().") from error
     for name, target in found.items():
         if target._compiled_call_impl is not None or hasattr(target, "_orig_mod"):
             raise ConfigError(
@@ -185,16 +175,6 @@ def _targets(module: nn.Module, names: list[str] | None, namespace: Any) -> dict
                 "AutoCheckpoint compiles it, with compile_options= as options."
             )
     return found
-
-
-def _outermost(parent: nn.Module, prefix: str) -> Iterator[tuple[str, nn.Module]]:
-    for name, child in parent.named_children():
-        if is_metric(child) or next(child.parameters(), None) is None:
-            continue
-        if type(child).forward is nn.Module.forward:  # a list or dict: only its members can be called
-            yield from _outermost(child, f"{prefix}{name}.")
-        else:
-            yield f"{prefix}{name}", child
 
 
 def _logger_directory(trainer: Any) -> str | None:
@@ -207,10 +187,9 @@ def _logger_directory(trainer: Any) -> str | None:
     return trainer.strategy.broadcast(directory)  # type: ignore[no-any-return]
 
 
-def _last_step(trainer: Any) -> int | None:
-    """Number of the run's last optimizer step, counted from its first."""
-    steps = trainer.estimated_stepping_batches
-    return None if steps == float("inf") else int(steps)
+def _is_one_step(trainer: Any) -> bool:
+    one_epoch = trainer.max_epochs == 1 and trainer.num_training_batches <= trainer.accumulate_grad_batches
+    return one_epoch or trainer.max_steps == 1
 
 
 def _log(trainer: Any, report: PeakReport) -> None:

@@ -15,10 +15,11 @@ class AutoCheckpoint(AutoCheckpointHooks, Callback):
 
         Trainer(callbacks=[AutoCheckpoint(budget="70GB")])
 
-    The first training batch is planned before it runs: the whole step (forward, loss, backward, clipping, optimizer,
-    accumulation), on tensors without data. The LightningModule's children are then compiled in place by that plan;
-    validation, testing and prediction run eagerly, and checkpoint keys do not change. The peaks of sampled steps go
-    to the trainer's loggers (`dtr/peak_bytes/rank{i}` and others) and, with a `run_dir`, to a file.
+    The first training batch is planned before it runs: the whole step (forward, loss, backward, clipping,
+    optimizer, accumulation), on tensors without data. The outermost modules that `training_step` calls are
+    then compiled in place by that plan. Validation, testing and prediction run eagerly, and checkpoint keys
+    do not change. The peaks of sampled steps go to the trainer's loggers (`dtr/peak_bytes/rank{i}` and
+    others) and, with a `run_dir` or a logger that has a directory, to `peaks-rank{i}.jsonl`.
 
     `Trainer.fit` raises `BudgetInfeasible` before the first training step when no plan fits.
 
