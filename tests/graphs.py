@@ -22,6 +22,10 @@ from dtr_integrations.core.schedule import default_schedules
 from dtr_integrations.core.simulate import simulate_graph, simulate_step
 
 
+# So that random graphs have products that are folded into sums.
+_TARGETS = {OpKind.EXTERN: "aten.mm.default", OpKind.POINTWISE: "aten.add.Tensor"}
+
+
 @dataclass
 class Builder:
     """Adds ops one by one; phases are worked out at the end."""
@@ -62,7 +66,7 @@ class Builder:
             Op(
                 index=index,
                 name=name or f"{kind.value}_{index}",
-                target=target or f"aten.{kind.value}",
+                target=target or _TARGETS.get(kind, f"aten.{kind.value}"),
                 module=module,
                 kind=kind,
                 phase=Phase.INPUT if kind is OpKind.INPUT else Phase.FREE,
@@ -274,3 +278,132 @@ def step_of(
     draft = StepGraph(graphs=tuple(graphs), regions=tuple(regions), static=memory, default_peak_bytes=0)
     levels = simulate_step(draft, default_schedules(graphs)).levels
     return dataclasses.replace(draft, default_peak_bytes=max(level.peak_bytes for level in levels))
+
+
+def chain(length: int = 6, size: int = 16, gradient: int = 2) -> JointGraph:
+    """A chain of library kernels whose backward reads every link: dropping one save frees nothing at the peak.
+
+    Link i is made from link i-1; the backward of link i reads links i-1 and i and needs two buffers of link size, so that
+    the moment in which a dropped link is made again is as high as the end of the forward.
+    """
+    b = Builder()
+    x = b.input(size, static=True)
+    t = b.tangent(size)
+    links = [x]
+    for i in range(length):
+        links.append(
+            b.add(OpKind.EXTERN, [links[-1]], size, name=f"link{i}", module=f"blocks.{i}", cost=10.0)
+        )
+    out = b.add(OpKind.REDUCTION, [links[-1]], 1, name="out")
+    grad = t
+    outputs = []
+    for i in range(length - 1, -1, -1):
+        grad_in = b.add(OpKind.EXTERN, [grad, links[i + 1]], size, name=f"dlink{i}", cost=10.0)
+        outputs.append(b.add(OpKind.EXTERN, [grad, links[i]], gradient, name=f"dw{i}", cost=10.0))
+        grad = grad_in
+    return b.finish([out], outputs, fingerprint="chain")
+
+
+def gpt_like(layers: int = 6, d: int = 16, fingerprint: str = "gpt") -> JointGraph:
+    """The shape of a GPT's joint graph (about 130 ops a layer), sizes in units of one residual stream of `d` bytes."""
+    b = Builder()
+    tokens = b.input(1, static=True)
+    table = b.input(4 * d, static=True)
+    params = [
+        {k: b.input(s * d // 4, static=True) for k, s in (("qkv", 3), ("proj", 1), ("fc", 4), ("out", 4))}
+        for _ in range(layers)
+    ]
+    scale = b.input(1, static=True)
+    t = b.tangent(d)
+
+    def norm(x: int, module: str) -> tuple[int, int, int]:
+        whole = b.add(OpKind.REDUCTION, [x], [1, 1], cost=0.05, module=module)
+        var, mean = (b.add(OpKind.VIEW, [whole], value=s, module=module) for s in b.ops[whole].storages)
+        eps = b.add(OpKind.POINTWISE, [var], 1, cost=0.0, module=module)
+        rstd = b.add(OpKind.POINTWISE, [eps], 1, cost=0.0, target="aten.rsqrt.default", module=module)
+        centred = b.add(OpKind.POINTWISE, [x, mean], d, cost=0.06, module=module)
+        unit = b.add(OpKind.POINTWISE, [centred, rstd], d, cost=0.06, module=module)
+        scaled = b.add(OpKind.POINTWISE, [unit, scale], d, cost=0.06, module=module)
+        return b.add(OpKind.POINTWISE, [scaled, scale], d, cost=0.06, module=module), unit, rstd
+
+    def linear(x: int, weight: int, size: int, cost: float, module: str) -> int:
+        flat = b.add(OpKind.VIEW, [x], module=module)
+        turned = b.add(OpKind.VIEW, [weight], module=module)
+        made = b.add(OpKind.EXTERN, [flat, turned], size, cost=cost, module=module)
+        return b.add(OpKind.VIEW, [made], module=module)
+
+    seeds = b.add(OpKind.POINTWISE, [], 1, cost=0.0, replayable=False, target="prims.inductor_seeds.default")
+
+    def drop(x: int, module: str) -> tuple[int, int]:
+        seed = b.add(OpKind.POINTWISE, [seeds], 1, cost=0.0, module=module)
+        noise = b.add(OpKind.POINTWISE, [seed], d, cost=0.03, module=module)
+        mask = b.add(OpKind.POINTWISE, [noise], d // 4, cost=0.03, module=module)
+        kept = b.add(OpKind.POINTWISE, [mask, x], d, cost=0.06, module=module)
+        return b.add(OpKind.POINTWISE, [kept], d, cost=0.06, module=module), mask
+
+    x = b.add(OpKind.POINTWISE, [tokens, table], d, cost=0.03, module="tok")
+    tape = []
+    for i, p in enumerate(params):
+        name = f"blocks.{i}"
+        y, unit1, rstd1 = norm(x, f"{name}.ln1")
+        qkv = linear(y, p["qkv"], 3 * d, 3.0, f"{name}.qkv")
+        q, k, v = (
+            b.add(OpKind.VIEW, [b.add(OpKind.VIEW, [qkv], module=name)], module=name) for _ in range(3)
+        )
+        whole = b.add(OpKind.EXTERN, [q, k, v], [d, 1], cost=4.0, module=name)
+        att, lse = (b.add(OpKind.VIEW, [whole], value=s, module=name) for s in b.ops[whole].storages)
+        proj = linear(att, p["proj"], d, 1.0, f"{name}.proj")
+        dropped1, mask1 = drop(proj, f"{name}.drop")
+        mid = b.add(OpKind.POINTWISE, [x, dropped1], d, cost=0.09, module=name)
+        z, unit2, rstd2 = norm(mid, f"{name}.ln2")
+        fc = linear(z, p["fc"], 4 * d, 4.0, f"{name}.fc")
+        half = b.add(OpKind.POINTWISE, [fc], 4 * d, cost=0.2, module=name)
+        erf = b.add(OpKind.POINTWISE, [fc], 4 * d, cost=0.2, target="aten.erf.default", module=name)
+        gelu = b.add(OpKind.POINTWISE, [half, erf], 4 * d, cost=0.3, module=name)
+        out = linear(gelu, p["out"], d, 4.0, f"{name}.out")
+        dropped2, mask2 = drop(out, f"{name}.drop")
+        new = b.add(OpKind.POINTWISE, [mid, dropped2], d, cost=0.09, module=name)
+        tape.append((p, y, unit1, rstd1, q, k, v, att, lse, mask1, z, unit2, rstd2, fc, erf, gelu, mask2))
+        x = new
+    result = b.add(OpKind.EXTERN, [x, table], d, cost=1.0, module="head")
+    grads: list[int] = []
+
+    def linear_back(g: int, weight: int, x: int, size: int, cost: float) -> int:
+        back = b.add(OpKind.EXTERN, [g, weight], size, cost=cost)
+        turned = b.add(OpKind.VIEW, [g])
+        grads.append(b.add(OpKind.EXTERN, [turned, x], b.sizes[b.ops[weight].value], cost=cost))
+        grads.append(b.add(OpKind.REDUCTION, [g], 1, cost=0.05))
+        return back
+
+    def norm_back(g: int, unit: int, rstd: int) -> int:
+        scaled = b.add(OpKind.POINTWISE, [g, scale], d, cost=0.06)
+        a = b.add(OpKind.REDUCTION, [scaled], 1, cost=0.05)
+        weighted = b.add(OpKind.POINTWISE, [scaled, unit], d, cost=0.06)
+        c = b.add(OpKind.REDUCTION, [weighted], 1, cost=0.05)
+        grads.append(b.add(OpKind.REDUCTION, [weighted], 1, cost=0.05))
+        inner = b.add(OpKind.POINTWISE, [scaled, a, unit, c], d, cost=0.06)
+        return b.add(OpKind.POINTWISE, [inner, rstd], d, cost=0.06)
+
+    grads.append(b.add(OpKind.EXTERN, [t, x], 4 * d, cost=1.0))
+    g = b.add(OpKind.EXTERN, [t, table], d, cost=1.0)
+    for p, y, unit1, rstd1, q, k, v, att, lse, mask1, z, unit2, rstd2, fc, erf, gelu, mask2 in reversed(tape):
+        masked = b.add(OpKind.POINTWISE, [g, mask2], d, cost=0.06)
+        g_gelu = linear_back(masked, p["out"], gelu, 4 * d, 4.0)
+        density = b.add(OpKind.POINTWISE, [fc], 4 * d, cost=0.2, target="aten.exp.default")
+        slope = b.add(OpKind.POINTWISE, [erf, density], 4 * d, cost=0.2)
+        g_fc = b.add(OpKind.POINTWISE, [g_gelu, slope], 4 * d, cost=0.3)
+        g_z = linear_back(g_fc, p["fc"], z, d, 4.0)
+        g = b.add(OpKind.POINTWISE, [g, norm_back(g_z, unit2, rstd2)], d, cost=0.09)
+        masked = b.add(OpKind.POINTWISE, [g, mask1], d, cost=0.06)
+        g_att = linear_back(masked, p["proj"], att, d, 1.0)
+        parts = b.add(OpKind.EXTERN, [g_att, q, k, v, att, lse], [d, d, d], cost=8.0)
+        joined = b.add(
+            OpKind.POINTWISE,
+            [b.add(OpKind.VIEW, [parts], value=s) for s in b.ops[parts].storages],
+            3 * d,
+            cost=0.2,
+        )
+        g_y = linear_back(joined, p["qkv"], y, d, 3.0)
+        g = b.add(OpKind.POINTWISE, [g, norm_back(g_y, unit1, rstd1)], d, cost=0.09)
+    grads.append(b.add(OpKind.EXTERN, [g, tokens], 4 * d, cost=1.0))
+    return b.finish([result], grads, fingerprint=fingerprint)

@@ -55,6 +55,7 @@ def brute_rise(graph: JointGraph, program: Program, direction: RegionKind) -> in
     known = tables.forward if direction is RegionKind.FORWARD else tables.backward
     n = len(program.ops)
     ops = [graph.ops[i] for i in program.ops]
+    kinds = [tables.kinds[i] for i in program.ops]
     outputs = set(program.outputs)
 
     def users(k: int) -> list[int]:
@@ -64,23 +65,23 @@ def brute_rise(graph: JointGraph, program: Program, direction: RegionKind) -> in
         """Readers through views, sizes left out."""
         out = []
         for u in users(k):
-            if ops[u].kind is OpKind.VIEW:
+            if kinds[u] is OpKind.VIEW:
                 out += data_readers(u)
-            elif ops[u].kind is not OpKind.SYMBOL:
+            elif kinds[u] is not OpKind.SYMBOL:
                 out.append(u)
         return out
 
     def leaves_through_views(k: int) -> bool:
-        return k in outputs or any(ops[u].kind is OpKind.VIEW and leaves_through_views(u) for u in users(k))
+        return k in outputs or any(kinds[u] is OpKind.VIEW and leaves_through_views(u) for u in users(k))
 
     def buffered(k: int) -> bool:
         readers = data_readers(k)
         return is_buffer(
-            ops[k].kind,
+            kinds[k],
             known[ops[k].index],
             leaves=k in outputs,
             reuse=tables.reuse[ops[k].index],
-            extern_read=leaves_through_views(k) or any(ops[r].kind is OpKind.EXTERN for r in readers),
+            extern_read=leaves_through_views(k) or any(kinds[r] is OpKind.EXTERN for r in readers),
             readers=len(readers),
         )
 
@@ -92,7 +93,7 @@ def brute_rise(graph: JointGraph, program: Program, direction: RegionKind) -> in
             return {k}
         found = {n} if k in outputs else set()
         for u in users(k):
-            if ops[u].kind is not OpKind.SYMBOL:
+            if kinds[u] is not OpKind.SYMBOL:
                 found |= kernels_of(u)
         return found or {k}
 
@@ -111,7 +112,7 @@ def brute_rise(graph: JointGraph, program: Program, direction: RegionKind) -> in
 
     def owner(k: int) -> int | None:
         """The node that made the storage in which the value of node `k` lives."""
-        while k >= program.entries and ops[k].kind is OpKind.VIEW:
+        while k >= program.entries and kinds[k] is OpKind.VIEW:
             k = program.reads[k][0]
         return -1 if k < program.entries else k
 
@@ -122,7 +123,7 @@ def brute_rise(graph: JointGraph, program: Program, direction: RegionKind) -> in
         if key not in size:
             continue
         for u in users(k):
-            if ops[u].kind is not OpKind.SYMBOL:
+            if kinds[u] is not OpKind.SYMBOL:
                 touched.setdefault(key, set()).update(kernels_of(u))
         if k in outputs:
             touched.setdefault(key, set()).add(n)
@@ -130,7 +131,7 @@ def brute_rise(graph: JointGraph, program: Program, direction: RegionKind) -> in
     def no_sibling(key: tuple[int, int], k: int) -> bool:
         """The reader before kernel `k` is a library kernel, or `k` depends on it."""
         earlier = sorted(touched[key] - {k, key[0]})
-        return not earlier or ops[earlier[-1]].kind is OpKind.EXTERN or depends(ops[k].index, ops[earlier[-1]].index)
+        return not earlier or kinds[earlier[-1]] is OpKind.EXTERN or depends(ops[k].index, ops[earlier[-1]].index)
 
     def depends(i: int, on: int) -> bool:
         return any(j == on or depends(j, on) for j in graph.ops[i].inputs)
@@ -146,7 +147,7 @@ def brute_rise(graph: JointGraph, program: Program, direction: RegionKind) -> in
             key for key in dying - new if not (key[0] == -1 and key[1] in gradients) and no_sibling(key, k)
         ]
         extra = sum(size[key] for key in new)
-        if new and ops[k].kind is OpKind.POINTWISE and any(size[key] == extra for key in reusable):
+        if new and kinds[k] is OpKind.POINTWISE and any(size[key] == extra for key in reusable):
             extra = 0
         if new:
             highest = max(highest, sum(size[key] for key in alive) + extra)

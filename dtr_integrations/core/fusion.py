@@ -75,14 +75,14 @@ def is_buffer(
 
     Args:
         kind: Of the op that makes it.
-        known: What generated code says, if anything.
+        known: What generated code says, if anything; for a library kernel False means that it is folded into its reader.
         leaves: It is an output of the program.
         reuse: `FusionTables.reuse` of the op.
         extern_read: A library kernel or the end of the program reads it, directly or through views.
         readers: Ops that read it, directly or through views.
     """
     if kind is OpKind.EXTERN:
-        return True
+        return known is not False
     if kind is OpKind.VIEW or kind is OpKind.SYMBOL:
         return False
     if leaves:
@@ -101,19 +101,51 @@ def fusion_tables(graph: JointGraph, policy: FusionPolicy = DEFAULT_POLICY) -> F
         left = _behind_views(graph, {*graph.default_saved, *graph.forward_outputs})
         saved = set(graph.default_saved)
         for op in graph.ops:
+            if op.kind is OpKind.EXTERN:
+                continue
             if op.phase is Phase.BACKWARD or (op.phase is Phase.FREE and op.index not in saved):
                 backward[op.index] = op.index in made_back
             elif op.phase is Phase.FORWARD and op.index not in left:
                 # A buffer only because it left the forward says nothing about a compile in which it does not.
                 forward[op.index] = backward[op.index] = op.index in made
+    kinds = [op.kind for op in graph.ops]
+    for product, total in _folded(graph):
+        kinds[total] = OpKind.EXTERN
+        forward[total] = backward[total] = None
+        forward[product] = backward[product] = False
     return FusionTables(
         policy=policy,
-        kinds=tuple(op.kind for op in graph.ops),
+        kinds=tuple(kinds),
         forward=tuple(forward),
         backward=tuple(backward),
         reuse=_reuse(graph, policy),
         ancestors=_ancestors(graph),
     )
+
+
+def _folded(graph: JointGraph) -> list[tuple[int, int]]:
+    """(product, sum) where Inductor turns `mm` + `add` into one `addmm`, which then runs in the place of the sum.
+
+    `torch/_inductor/fx_passes/post_grad.py`, `addmm`: a product of two matrices that only an `add` of its shape reads.
+    A tied embedding's gradient is such a sum, and its product then holds its inputs until the end of the backward.
+    """
+    found = []
+    taken: set[int] = set()
+    for op in graph.ops:
+        if not op.target.startswith("aten.add.") or op.kind is not OpKind.POINTWISE:
+            continue
+        for i in op.inputs:
+            product = graph.ops[i]
+            if (
+                product.target.startswith("aten.mm.")
+                and len(graph.users[i]) == 1
+                and i not in taken
+                and graph.value_bytes(i) == graph.value_bytes(op.index)
+            ):
+                found.append((i, op.index))
+                taken.add(i)
+                break
+    return found
 
 
 def _ancestors(graph: JointGraph) -> tuple[int, ...]:

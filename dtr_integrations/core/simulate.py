@@ -124,6 +124,7 @@ def _trace(
     weights: Sequence[int],
 ) -> _Trace:
     ops = [graph.ops[i] for i in program.ops]
+    kinds = [tables.kinds[i] for i in program.ops]
     known = tables.forward if direction is RegionKind.FORWARD else tables.backward
     end = len(ops)
     # The last two kernels that read the node's value, and the last two in which the node itself runs.
@@ -142,7 +143,7 @@ def _trace(
         if k < program.entries:
             continue
         buffered[k] = is_buffer(
-            op.kind,
+            kinds[k],
             known[op.index],
             leaves=leaves[k],
             reuse=tables.reuse[op.index],
@@ -155,11 +156,11 @@ def _trace(
         again_ms += cost if direction is RegionKind.BACKWARD and op.phase is Phase.FORWARD else 0.0
         for j in program.reads[k]:
             users[j].append(k)
-            if op.kind is OpKind.SYMBOL:
+            if kinds[k] is OpKind.SYMBOL:
                 continue  # a size is read without the data
             reach[j] = last_two(reach[j], read_at[k])
-            is_view = op.kind is OpKind.VIEW
-            extern[j] = extern[j] or op.kind is OpKind.EXTERN or (is_view and extern[k])
+            is_view = kinds[k] is OpKind.VIEW
+            extern[j] = extern[j] or kinds[k] is OpKind.EXTERN or (is_view and extern[k])
             readers[j] += readers[k] if is_view else 1
 
     buffers: list[Buffer] = []

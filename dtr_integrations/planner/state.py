@@ -17,7 +17,7 @@ from typing import Any
 
 import numpy as np
 
-from ..core.fusion import DEFAULT_POLICY, FusionPolicy, fusion_tables, is_buffer
+from ..core.fusion import DEFAULT_POLICY, FusionPolicy, FusionTables, fusion_tables, is_buffer
 from ..core.graph import JointGraph, OpKind, Phase, RegionKind, StepGraph
 from ..core.plan import GraphSchedule
 from ..core.schedule import is_tangent, may_run_again, must_save, schedule_for
@@ -37,7 +37,8 @@ _Journal = list[tuple[Any, Any, Any]]
 class _Events:
     """Births and deaths of storages as arrays: made ones at [0, n), deaths at [n, 2n), deaths of entries at [2n, 3n)."""
 
-    def __init__(self, graph: JointGraph, policy: FusionPolicy) -> None:
+    def __init__(self, graph: JointGraph, tables: FusionTables) -> None:
+        policy = tables.policy
         n = len(graph.storage_bytes)
         self.n = n
         self.keys = np.zeros(3 * n, dtype=np.int64)
@@ -47,7 +48,7 @@ class _Events:
         self.alone = np.ones(3 * n, dtype=bool)  # no sibling reads it in the kernel in which it dies
         self.slot = np.concatenate([np.arange(n), np.arange(n), np.arange(n, 2 * n)])
         for op in graph.ops:
-            if policy.reuse_in_place and op.kind is OpKind.POINTWISE:
+            if policy.reuse_in_place and tables.kinds[op.index] is OpKind.POINTWISE:
                 self.pointwise[list(op.storages)] = True
             if is_tangent(op) and op.value >= 0:
                 self.reusable[2 * n + op.value] = False
@@ -111,7 +112,7 @@ class _Side:
         self.reuse = tables.reuse
         self.cost = [op.cost_ms for op in graph.ops]
         self.inlined = policy.inlined_cost
-        self.kind = [op.kind for op in graph.ops]
+        self.kind = tables.kinds
         self.phase = [op.phase for op in graph.ops]
         self.users = graph.users
         self.inputs = [op.inputs for op in graph.ops]
@@ -122,7 +123,7 @@ class _Side:
             self.leaves[i] = True
         self.absent: _Record = (_ABSENT, -1, self.n + 1, False, 0, _NEVER, False, _NEVER)
         self.records: list[_Record] = [self.absent] * self.n
-        self.events = _Events(graph, policy)
+        self.events = _Events(graph, tables)
         self.cost_ms = 0.0
         self.keys = self._forward_keys() if self.forward else []
         self.tuples = [len(op.storages) > 1 or (bool(op.storages) and op.value < 0) for op in graph.ops]
