@@ -14,16 +14,17 @@ from pathlib import Path
 
 import lightning
 from display import machine, terminal
-from findings import all_hold, draw, show
+from findings import all_hold, draw
 from gpt import LitGPT, next_byte_loss
 from paired import paired_steps
 from rich.console import Console
 from stdlib_data import stdlib_loader
 
 from dtr_integrations import AutoCheckpoint
+from dtr_integrations.report import slowdown_table
 from dtr_integrations.units import format_bytes
 
-STEPS, PAIRS = 25, 30
+STEPS, PAIRS = 16, 30
 RUN_DIR = Path(__file__).resolve().parents[1] / "runs" / "demo"
 
 
@@ -42,10 +43,10 @@ def train(budget: str, run_dir: Path | None = None) -> tuple[AutoCheckpoint, lis
     """One training run from the same seed: the callback with its plan and measured peaks, and the losses."""
     lightning.seed_everything(0, verbose=False)
     losses = Losses()
-    under_budget = AutoCheckpoint(budget=budget, run_dir=run_dir and str(run_dir), log_every_n_steps=10)
+    under_budget = AutoCheckpoint(budget=budget, run_dir=run_dir and str(run_dir), log_every_n_steps=5)
     off = {"logger": False, "enable_checkpointing": False, "enable_model_summary": False}
-    trainer = lightning.Trainer(accelerator="cpu", max_steps=STEPS, callbacks=[under_budget, losses], **off)
-    trainer.fit(LitGPT(), stdlib_loader())
+    run = {"accelerator": "cpu", "max_epochs": 1, "limit_train_batches": STEPS}
+    lightning.Trainer(callbacks=[under_budget, losses], **run, **off).fit(LitGPT(), stdlib_loader())
     return under_budget, losses.values
 
 
@@ -57,7 +58,7 @@ def main(console: Console) -> int:
     )
     console.print(f"\n[bold]1. {STEPS} steps, budget='auto'[/]: all of this machine's memory, does not bind")
     free, free_losses = train("auto")
-    plan = free.session.plan
+    plan = free.plan
     dynamic = plan.default_allocated_bytes - plan.static_bytes
     budget = f"{plan.static_bytes + dynamic // 2}B"
     console.print(
@@ -70,7 +71,7 @@ def main(console: Console) -> int:
     ratio = paired_steps(
         LitGPT().net, batch, next_byte_loss, budget=budget, plan=plan_file, pairs=PAIRS, console=console
     )
-    show(console, bound.session, ratio)
+    console.print(slowdown_table(bound.plan, ratio))
     draw(bound.session, RUN_DIR / "memory.svg")
     holds = all_hold(console, bound.session, free_losses, bound_losses)
     files = ", ".join(path.name for path in sorted(RUN_DIR.iterdir()))

@@ -6,6 +6,7 @@ from __future__ import annotations
 import logging
 import os
 import platform
+import sys
 import warnings
 
 import torch
@@ -15,18 +16,20 @@ from rich.logging import RichHandler
 
 
 def terminal() -> Console:
-    """The console on which everything appears: planning reports there, Lightning draws its progress bar
+    """The console on which everything appears: Lightning draws its progress bar there, planning reports
     there."""
+    if not sys.stdout.isatty():
+        # A log file: no squeezed tables. Set in the environment, since Lightning makes the console anew.
+        os.environ.setdefault("COLUMNS", "110")
     console = get_console()
-    if not console.is_terminal:
-        console.width = max(console.width, 110)  # a log file: tables should not be squeezed into 80 columns
     handler = RichHandler(console=console, show_path=False, show_level=False, log_time_format="[%X]")
-    planning = logging.getLogger("dtr_integrations")
-    planning.addHandler(handler)
-    planning.setLevel(logging.INFO)
-    planning.propagate = False
+    for name in ("dtr_integrations", "lightning.pytorch"):
+        logger = logging.getLogger(name)
+        logger.handlers, logger.propagate = [handler], False
+        logger.setLevel(logging.INFO)
+    # Of what Lightning logs at this level (devices, tips), only the lines about planning.
+    handler.addFilter(lambda record: record.name == "dtr_integrations" or "AutoCheckpoint" in record.msg)
     # Advice about loader workers and accelerators, which a demo on a CPU does not follow.
-    logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
     for advice in (
         ".*does not have many workers",
         "GPU available but not used",

@@ -1,4 +1,4 @@
-"""What a run under a budget showed: tables, a picture, and the checks that decide the demo's exit code."""
+"""What a run under a budget showed: a picture, and the checks that decide the demo's exit code."""
 
 from __future__ import annotations
 
@@ -7,27 +7,20 @@ from pathlib import Path
 
 from rich.console import Console
 
-from dtr_integrations.report import PairedRatio, breakdown_table, peaks_table, plot_step, slowdown_table
+from dtr_integrations.report import plot_step
 from dtr_integrations.session import BudgetSession
 from dtr_integrations.units import format_bytes
 
 
-def show(console: Console, session: BudgetSession, ratio: PairedRatio) -> None:
-    """Who holds the memory, prediction against measurement, and the slowdown."""
-    console.print()
-    console.print(breakdown_table(session.plan, session.planned.captured.default))
-    console.print(peaks_table(session.reports), slowdown_table(session.plan, ratio), sep="\n")
-
-
 def draw(session: BudgetSession, path: Path) -> None:
     """Memory over one step: the default's and the plan's dry runs, the last measured step, the budget."""
-    plan_step_starts_at = session.reports[-1].static_bytes
+    static_bytes = session.reports[-1].static_bytes  # a trace counts what comes on top of it
     plot_step(
         path,
         default=session.planned.captured.default,
         planned=session.planned.profile,
         budget_bytes=session.budget_bytes,
-        measured=[(time_ns, size + plan_step_starts_at) for time_ns, size in session.trace.timeline],
+        measured=[(time_ns, size + static_bytes) for time_ns, size in session.trace.timeline],
     )
 
 

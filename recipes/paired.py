@@ -46,10 +46,7 @@ def paired_steps(
             lambda: session.step(step),
         )
         times: tuple[list[float], list[float]] = ([], [])
-        rounds = track(
-            range(-warm_up, pairs), f"timing {pairs} pairs of steps", console=console, transient=True
-        )
-        for number in rounds:
+        for number in track(range(-warm_up, pairs), f"timing {pairs} pairs", console=console, transient=True):
             for which in (0, 1) if number % 2 else (1, 0):
                 elapsed = timed_ms(steps[which])
                 if number >= 0:

@@ -158,9 +158,11 @@ def test_breakdown_table_text():
 
 
 def test_large_amounts_are_in_gigabytes():
-    text = to_text(breakdown_table(plan(budget_bytes=70 * 10**9)))
+    text = to_text(breakdown_table(plan(predicted_allocated_bytes=70 * 10**9)))
     assert "1 GB = 1,000,000,000 bytes" in text
     assert "70.00" in text
+    # The unit is that of what is held: a budget that does not bind says nothing about it.
+    assert "1 MB = 1,000,000 bytes" in to_text(breakdown_table(plan(budget_bytes=70 * 10**9)))
 
 
 def test_the_worst_step_of_each_rank_and_the_fullest_rank():
@@ -173,7 +175,7 @@ def test_the_worst_step_of_each_rank_and_the_fullest_rank():
     lines = to_text(peaks_table(reports)).splitlines()
     first, second = (next(line for line in lines if line.split()[:1] == [rank]) for rank in "01")
     assert "172.00" in first
-    assert "1.79%" in first  # |170 − 172| / (172 − 60)
+    assert "1.786%" in first  # |170 − 172| / (172 − 60)
     assert "–" in first
     assert "worst" not in first
     assert "180.00" in second
