@@ -156,6 +156,8 @@ class BudgetSession:
             self._settled = False  # nothing was changed: the caller may try again
             raise
         if not planned.captured.step.graphs:
+            if self.config.fallback == "error":
+                raise CaptureError(_why_nothing(planned))
             self._give_up(_why_nothing(planned))
             return
         self._adopt(planned)
