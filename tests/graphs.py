@@ -21,7 +21,6 @@ from dtr_integrations.core.graph import (
 from dtr_integrations.core.schedule import default_schedules
 from dtr_integrations.core.simulate import simulate_graph, simulate_step
 
-
 # So that random graphs have products that are folded into sums.
 _TARGETS = {OpKind.EXTERN: "aten.mm.default", OpKind.POINTWISE: "aten.add.Tensor"}
 
@@ -273,39 +272,40 @@ def step_of(
             Region(kind=RegionKind.BACKWARD, graph=g, call=call, base_bytes=base_bytes, rise_bytes=rise)
         )
     memory = StaticMemory(
-        parameter_bytes=base_bytes, buffer_bytes=0, optimizer_bytes=0, gradient_bytes=0, batch_bytes=0
+        parameter_bytes=base_bytes // 2, buffer_bytes=0, optimizer_bytes=0, gradient_bytes=0, batch_bytes=0
     )
     draft = StepGraph(graphs=tuple(graphs), regions=tuple(regions), static=memory, default_peak_bytes=0)
     levels = simulate_step(draft, default_schedules(graphs)).levels
     return dataclasses.replace(draft, default_peak_bytes=max(level.peak_bytes for level in levels))
 
 
-def chain(length: int = 6, size: int = 16, gradient: int = 2) -> JointGraph:
-    """A chain of library kernels whose backward reads every link: dropping one save frees nothing at the peak.
+def chain(length: int = 6, size: int = 16) -> JointGraph:
+    """A chain of library kernels of which the backward reads every link through two views.
 
-    Link i is made from link i-1; the backward of link i reads links i-1 and i and needs two buffers of link size, so that
-    the moment in which a dropped link is made again is as high as the end of the forward.
+    The default saves both views of a link, one storage: dropping either frees nothing, dropping both does.
     """
     b = Builder()
     x = b.input(size, static=True)
     t = b.tangent(size)
-    links = [x]
+    link = x
+    views = []
     for i in range(length):
-        links.append(
-            b.add(OpKind.EXTERN, [links[-1]], size, name=f"link{i}", module=f"blocks.{i}", cost=10.0)
-        )
-    out = b.add(OpKind.REDUCTION, [links[-1]], 1, name="out")
+        made = b.add(OpKind.EXTERN, [link], size, name=f"link{i}", module=f"blocks.{i}", cost=10.0)
+        views.append((b.add(OpKind.VIEW, [made]), b.add(OpKind.VIEW, [made])))
+        link = views[-1][0]
+    out = b.add(OpKind.REDUCTION, [link], 1, name="out")
     grad = t
-    outputs = []
+    grads = []
     for i in range(length - 1, -1, -1):
-        grad_in = b.add(OpKind.EXTERN, [grad, links[i + 1]], size, name=f"dlink{i}", cost=10.0)
-        outputs.append(b.add(OpKind.EXTERN, [grad, links[i]], gradient, name=f"dw{i}", cost=10.0))
-        grad = grad_in
-    return b.finish([out], outputs, fingerprint="chain")
+        left, right = views[i]
+        grads.append(b.add(OpKind.EXTERN, [grad, left], 1, name=f"dw{i}", cost=10.0))
+        grad = b.add(OpKind.EXTERN, [grad, right], size, name=f"dlink{i}", cost=10.0)
+    saved = [i for pair in views for i in pair]
+    return b.finish([out], [*grads, grad], fingerprint="chain", default_saved=saved)
 
 
 def gpt_like(layers: int = 6, d: int = 16, fingerprint: str = "gpt") -> JointGraph:
-    """The shape of a GPT's joint graph (about 130 ops a layer), sizes in units of one residual stream of `d` bytes."""
+    """The shape of a GPT's joint graph (about 100 ops a layer), sizes in units of one residual stream of `d` bytes."""
     b = Builder()
     tokens = b.input(1, static=True)
     table = b.input(4 * d, static=True)
@@ -406,4 +406,7 @@ def gpt_like(layers: int = 6, d: int = 16, fingerprint: str = "gpt") -> JointGra
         g_y = linear_back(joined, p["qkv"], y, d, 3.0)
         g = b.add(OpKind.POINTWISE, [g, norm_back(g_y, unit1, rstd1)], d, cost=0.09)
     grads.append(b.add(OpKind.EXTERN, [g, tokens], 4 * d, cost=1.0))
-    return b.finish([result], grads, fingerprint=fingerprint)
+    saved = [seeds, x]
+    for _, y, unit1, rstd1, q, k, v, att, lse, mask1, z, unit2, rstd2, fc, _, gelu, mask2 in tape:
+        saved += [y, unit1, rstd1, q, k, v, att, lse, mask1, z, unit2, rstd2, fc, gelu, mask2]
+    return b.finish([result], grads, fingerprint=fingerprint, default_saved=sorted(saved))

@@ -66,10 +66,10 @@ def test_greedy_stalls_where_block_starts_do_not() -> None:
     graph = chain()
     problem = problem_of(step_of([graph], error_bytes=0))
     default = problem.step.default_peak_bytes
-    archive = Archive()
     state = StepState(problem.step, problem.correction, [graph.default_saved])
-    greedy.descend(state, archive)
-    stalled = min([default, *(entry.peak_bytes for entry in archive.entries)])
+    greedy.descend(state, Archive())
+    stalled = state.peak_bytes
+    assert stalled == default
 
     best = Archive()
     for saved in blocks.starts(problem):
@@ -96,15 +96,17 @@ def test_search_reaches_what_block_checkpointing_reaches() -> None:
 
 def test_cuts_of_a_residual_network_lie_between_its_sublayers() -> None:
     graph = gpt_like(4)
-    finest = max(blocks.cut_candidates(graph), key=lambda cuts: len(cuts.after))
-    assert len(finest.after) >= 4
-    for crossing in finest.crossing:
-        assert sum(graph.value_bytes(i) for i in crossing) <= 17  # one residual stream and the random seeds
+    crossing = [
+        [sum(graph.value_bytes(i) for i in kept) for kept in cuts.crossing]
+        for cuts in blocks.cut_candidates(graph)
+    ]
+    # One residual stream and the random seeds, before and after each attention.
+    assert [17] * 7 in crossing
 
 
 def test_a_gpt_is_searched_in_seconds() -> None:
-    graph = gpt_like(7)
-    assert len(graph.ops) > 800
+    graph = gpt_like(9)
+    assert len(graph.ops) > 900
     started = time.perf_counter()
     frontier = search(problem_of(step_of([graph], error_bytes=0)))
     assert time.perf_counter() - started < 30  # about 2 s on an idle machine

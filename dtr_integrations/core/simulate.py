@@ -347,7 +347,7 @@ class StepSimulation:
         slowdown: Modelled time over the default's; may be below 1 when a schedule recomputes less than the default.
         cost_ms: Modelled time.
         levels: One for each region of the step.
-        peak_region: Index of the region that holds the peak.
+        peak_region: Index of the region that holds the peak (−1: the step has none).
         graphs: Profile of each graph, uncorrected.
     """
 
@@ -387,7 +387,7 @@ def simulate_step(
             open_bytes += graphs[region.graph].saved_bytes
         elif region.kind is RegionKind.BACKWARD:
             open_bytes -= graphs[region.graph].saved_bytes
-    peak_region = max(range(len(levels)), key=lambda r: levels[r].peak_bytes)
+    peak_region = max(range(len(levels)), key=lambda r: levels[r].peak_bytes, default=-1)
     cost_ms = _step_cost_ms(step, graphs)
     is_default = all(schedule.default for schedule in chosen)
     default_ms = cost_ms if is_default else default_cost_ms(step, policy=policy)
@@ -462,4 +462,7 @@ def held_at_peak(
     program = forward_program(graph, schedule) if forward else backward_program(graph, schedule)
     trace = _trace(graph, fusion_tables(graph, policy), program, direction, entry_weights(graph))
     alive = [b for b in trace.buffers if b.born <= trace.at <= b.dies and b.size_bytes]
+    entry = sum(b.size_bytes for b in trace.buffers if b.born < 0)
+    if twice := sum(b.size_bytes for b in alive) - entry - trace.rise_bytes:  # written over at the peak itself
+        alive.remove(next(b for b in alive if b.size_bytes == twice and b.born < b.dies == trace.at))
     return tuple(sorted(((b.op, b.size_bytes) for b in alive), key=lambda held: (-held[1], held[0])))

@@ -72,12 +72,28 @@ def _valleys(levels: list[tuple[int, int]], prominence: float) -> list[int]:
     return found
 
 
+def _plains(graph: JointGraph, levels: list[tuple[int, int]]) -> list[int]:
+    """Op indices for a network without valleys (a chain): every low place, one between two library kernels."""
+    positive = sorted(level for _, level in levels if level)
+    if not positive:
+        return []
+    low = positive[len(positive) // 4] * 1.05
+    found: list[int] = []
+    best: tuple[int, int] | None = None
+    for index, level in levels:
+        if graph.ops[index].kind is OpKind.EXTERN and best is not None:
+            found.append(best[1])
+            best = None
+        if 0 < level <= low and (best is None or level < best[0]):
+            best = (level, index)
+    return found
+
+
 def cut_candidates(graph: JointGraph) -> list[Cuts]:
-    """Sets of cuts from fine to coarse, without repetition."""
+    """Sets of cuts, without repetition: places between any two library kernels, then valleys from fine to coarse."""
     levels = crossing_bytes(graph)
     found: dict[tuple[int, ...], Cuts] = {}
-    for prominence in _PROMINENCES:
-        after = tuple(_valleys(levels, prominence))
+    for after in (tuple(_plains(graph, levels)), *(tuple(_valleys(levels, p)) for p in _PROMINENCES)):
         if after and after not in found:
             found[after] = Cuts(after, tuple(_crossing(graph, index) for index in after))
     return list(found.values())
@@ -107,7 +123,8 @@ def block_save_sets(graph: JointGraph) -> Iterator[tuple[int, ...]]:
     """Save sets of `graph`: all cuts, every m-th, and the first or last k blocks recomputed beside the default."""
     for cuts in cut_candidates(graph):
         n = len(cuts.after)
-        strides = sorted({1, 2, 3, max(1, round(n**0.5)), max(1, n // 2)})
+        root = max(1, round(n**0.5))
+        strides = sorted({1, 2, 3, 4, root, 2 * root, max(1, n // 3), max(1, n // 2)})
         for stride in strides:
             yield _kept(cuts, range(stride - 1, n, stride))
         step = max(1, -(-n // _MOST_STEPS))
@@ -115,7 +132,7 @@ def block_save_sets(graph: JointGraph) -> Iterator[tuple[int, ...]]:
             bound = cuts.after[k]
             late = [i for i in graph.default_saved if i > bound]
             early = [i for i in graph.default_saved if i <= bound]
-            for stride in (1, 2):
+            for stride in sorted({1, 2, root}):
                 yield (*_kept(cuts, range(k, -1, -stride)), *late)
             yield (*early, *_kept(cuts, range(k, n)))
 

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 
 from ..core.graph import JointGraph, RegionKind, StepGraph
 from ..core.plan import GraphSchedule
+from ..core.schedule import is_tangent
 from ..core.simulate import NO_CORRECTION, Correction, held_at_peak, simulate_step
 
 __all__ = ["holders"]
@@ -25,13 +26,14 @@ def holders(
     """
     by_name = {schedule.fingerprint: schedule for schedule in schedules}
     simulation = simulate_step(step, schedules, correction=correction)
+    if simulation.peak_region < 0:
+        return ()
     region = step.regions[simulation.peak_region]
     level = simulation.levels[simulation.peak_region]
     held: Counter[str] = Counter()
     held["parameters, buffers and optimizer state"] = step.static.static_bytes
     held["the batch"] = step.static.batch_bytes
     rest = region.base_bytes - step.static.static_bytes - step.static.batch_bytes
-    held["gradients and values outside compiled modules"] = max(0, rest)
     own = 0
     if region.kind is RegionKind.EAGER:
         held["the eager part of the step (loss, clipping or optimizer)"] = level.rise_bytes
@@ -40,6 +42,10 @@ def holders(
         own = simulation.graphs[region.graph].saved_bytes if region.kind is RegionKind.BACKWARD else 0
         for index, size in held_at_peak(graph, by_name[graph.fingerprint], region.kind):
             held[_name(graph, index)] += size
+        if region.kind is RegionKind.BACKWARD:  # incoming gradients are named one by one instead
+            incoming = {op.value for op in graph.ops if is_tangent(op) and op.value >= 0 and graph.users[op.index]}
+            rest -= sum(graph.storage_bytes[storage] for storage in incoming)
+    held["gradients and values outside compiled modules"] = max(0, rest)
     held["activations that other calls hold for their backward"] = (
         level.entry_bytes - region.base_bytes - own
     )

@@ -4,7 +4,7 @@ Source: design of this library (the second seed: "it never backtracks ... someth
 Descents here follow the *excess*, the bytes above a target summed over the step, instead of the peak: of two equal peaks
 the first one lowered counts as progress, so that the descent does not stall where the greedy does.
 
-What it does not do: it is no exact method, and it moves by single values (and pairs, in a swap). Values are recomputed
+What it does not do: it is no exact method, and it moves by single storages (and pairs, in a swap). Values are recomputed
 once; a second copy is never tried.
 """
 
@@ -15,7 +15,6 @@ from collections.abc import Iterator
 
 from ..core.graph import OpKind
 from .archive import Archive
-from .greedy import held
 from .state import StepState
 
 __all__ = ["descend", "fill", "polish"]
@@ -34,22 +33,33 @@ def addable(state: StepState) -> Iterator[tuple[int, int]]:
             yield g, i
 
 
+def droppable(state: StepState) -> Iterator[tuple[int, tuple[int, ...]]]:
+    """(graph, ops) of saves that may be dropped, all those of one storage together: one alone would free nothing."""
+    for g, graph in enumerate(state.graphs):
+        by_storage: dict[int, list[int]] = {}
+        for i in graph.saved():
+            if i not in graph.forced:
+                by_storage.setdefault(graph.graph.ops[i].value, []).append(i)
+        for group in by_storage.values():
+            yield g, tuple(group)
+
+
 def descend(state: StepState, archive: Archive, target_bytes: int) -> bool:
     """Drop saves until the peak is at most `target_bytes`, by least added ms per byte of excess removed.
 
     Returns whether the target was reached; `state` is left at the last step.
     """
-    heap = [(-1.0, g, i) for g, i in held(state)]
+    heap = [(-1.0, g, group) for g, group in droppable(state)]
     excess = state.excess_bytes(target_bytes)
     while heap and excess:
         idle = []
         found = False
         while heap:
-            _, g, i = heapq.heappop(heap)
+            _, g, group = heapq.heappop(heap)
             graph = state.graphs[g]
             before = state.cost_ms
             mark = graph.mark()
-            graph.flip(i)
+            graph.flip(*group)
             freed = excess - state.excess_bytes(target_bytes)
             ratio = (state.cost_ms - before) / freed if freed > 0 else None
             if ratio is not None and (not heap or ratio <= heap[0][0]):
@@ -58,9 +68,9 @@ def descend(state: StepState, archive: Archive, target_bytes: int) -> bool:
                 break
             graph.rollback(mark)
             if ratio is None:
-                idle.append((float("inf"), g, i))
+                idle.append((float("inf"), g, group))
             else:
-                heapq.heappush(heap, (ratio, g, i))
+                heapq.heappush(heap, (ratio, g, group))
         if not found:
             return False
         for item in idle:
@@ -101,16 +111,16 @@ def polish(state: StepState, archive: Archive, target_bytes: int, *, tries: int)
     """Drop each of the `tries` saves that hold most bytes per ms, fill again, and keep what is faster at the target."""
     best = state.cost_ms
     worth = []
-    for g, i in held(state):
+    for g, group in droppable(state):
         graph = state.graphs[g]
         before = state.cost_ms
         mark = graph.mark()
-        graph.flip(i)
-        worth.append(((state.cost_ms - before) / (graph.graph.value_bytes(i) + 1), g, i))
+        graph.flip(*group)
+        worth.append(((state.cost_ms - before) / (graph.graph.value_bytes(group[0]) + 1), g, group))
         graph.rollback(mark)
-    for _, g, i in heapq.nsmallest(tries, worth):
+    for _, g, group in heapq.nsmallest(tries, worth):
         start = state.saved()
-        state.graphs[g].flip(i)
+        state.graphs[g].flip(*group)
         fill(state, archive, target_bytes)
         if state.peak_bytes <= target_bytes and state.cost_ms < best:
             best = state.cost_ms
