@@ -179,7 +179,15 @@ def joint_graphs(draw: st.DrawFn, *, max_ops: int = 14, fingerprint: str = "grap
         inputs = [] if kind is OpKind.CONSTANT else pick(readable)
         if kind is OpKind.VIEW:
             inputs = inputs[:1]
-        index = b.add(kind, inputs, draw(sizes), cost=draw(costs), replayable=draw(st.integers(0, 9)) > 0)
+        random = kind is OpKind.CONSTANT and draw(st.booleans())
+        index = b.add(
+            OpKind.POINTWISE if random else kind,
+            inputs,
+            draw(sizes),
+            cost=draw(costs),
+            target="prims.inductor_random.default" if random else "",
+            replayable=draw(st.integers(0, 9)) > 0,
+        )
         readable.append(index)
         return index
 
@@ -336,7 +344,9 @@ def gpt_like(layers: int = 6, d: int = 16, fingerprint: str = "gpt") -> JointGra
 
     def drop(x: int, module: str) -> tuple[int, int]:
         seed = b.add(OpKind.POINTWISE, [seeds], 1, cost=0.0, module=module)
-        noise = b.add(OpKind.POINTWISE, [seed], d, cost=0.03, module=module)
+        noise = b.add(
+            OpKind.POINTWISE, [seed], d, cost=0.03, module=module, target="prims.inductor_random.default"
+        )
         mask = b.add(OpKind.POINTWISE, [noise], d // 4, cost=0.03, module=module)
         kept = b.add(OpKind.POINTWISE, [mask, x], d, cost=0.06, module=module)
         return b.add(OpKind.POINTWISE, [kept], d, cost=0.06, module=module), mask

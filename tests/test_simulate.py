@@ -81,15 +81,24 @@ def brute_rise(graph: JointGraph, program: Program, direction: RegionKind) -> in
             known[ops[k].index],
             leaves=k in outputs,
             reuse=tables.reuse[ops[k].index],
+            shared=tables.shared[ops[k].index],
             extern_read=leaves_through_views(k) or any(kinds[r] is OpKind.EXTERN for r in readers),
             readers=len(readers),
+            kernels=len(reading(k)),
         )
 
-    made = [k for k in range(program.entries, n) if buffered(k)]
+    def reading(k: int) -> set[int]:
+        """The kernels that read op `k`, at most two."""
+        found = {n} if k in outputs else set()
+        for u in users(k):
+            if kinds[u] is not OpKind.SYMBOL:
+                found |= kernels_of(u)
+        return set(sorted(found)[-2:])
+
 
     def kernels_of(k: int) -> set[int]:
         """The kernels in which op `k` is evaluated; `n` is the world after the program."""
-        if k in made:
+        if buffered(k):
             return {k}
         found = {n} if k in outputs else set()
         for u in users(k):
@@ -97,6 +106,7 @@ def brute_rise(graph: JointGraph, program: Program, direction: RegionKind) -> in
                 found |= kernels_of(u)
         return found or {k}
 
+    made = [k for k in range(program.entries, n) if buffered(k)]
     weights = entry_weights(graph)
     touched: dict[tuple[int, int], set[int]] = {}  # (node that made it or −1, storage) -> kernels
     size: dict[tuple[int, int], int] = {}

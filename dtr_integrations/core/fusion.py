@@ -20,6 +20,9 @@ __all__ = ["DEFAULT_POLICY", "FusionPolicy", "FusionTables", "fusion_tables", "i
 
 # Inlining these twice is dearer than a buffer (`ir.py`, `heavy_ops`; on CPU only).
 _HEAVY_TARGETS = ("exp", "log", "sigmoid", "tanh", "gelu", "silu", "softmax")
+# The lowering realises these at once (`lowering.py`, `inductor_random`): a mask that two kernels compute from them is
+# never inlined down to the seed, so the numbers themselves, in full precision, are kept.
+_REALISED_TARGETS = ("inductor_random", "inductor_randint")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -57,6 +60,7 @@ class FusionTables:
     forward: tuple[bool | None, ...]
     backward: tuple[bool | None, ...]  # the backward's own ops and those that it recomputes
     reuse: tuple[bool, ...]  # becomes a buffer when several ops read it
+    shared: tuple[bool, ...]  # becomes a buffer when several kernels read it
     ancestors: tuple[int, ...]  # bit j of entry i: op i depends on op j
 
     def frees_for(self, last: int, other: int) -> bool:
@@ -69,7 +73,15 @@ class FusionTables:
 
 
 def is_buffer(
-    kind: OpKind, known: bool | None, *, leaves: bool, reuse: bool, extern_read: bool, readers: int
+    kind: OpKind,
+    known: bool | None,
+    *,
+    leaves: bool,
+    reuse: bool,
+    shared: bool,
+    extern_read: bool,
+    readers: int,
+    kernels: int,
 ) -> bool:
     """Whether a computed value has a buffer of its own.
 
@@ -78,8 +90,10 @@ def is_buffer(
         known: What generated code says, if anything; for a library kernel False means that it is folded into its reader.
         leaves: It is an output of the program.
         reuse: `FusionTables.reuse` of the op.
+        shared: `FusionTables.shared` of the op.
         extern_read: A library kernel or the end of the program reads it, directly or through views.
         readers: Ops that read it, directly or through views.
+        kernels: Kernels that read it, through inlined values too: 0, 1, or 2 for more.
     """
     if kind is OpKind.EXTERN:
         return known is not False
@@ -89,7 +103,9 @@ def is_buffer(
         return True
     if known is not None:
         return known
-    return kind is OpKind.REDUCTION or extern_read or (reuse and readers > 1)
+    return (
+        kind is OpKind.REDUCTION or extern_read or (reuse and readers > 1) or (shared and kernels > 1)
+    )
 
 
 def fusion_tables(graph: JointGraph, policy: FusionPolicy = DEFAULT_POLICY) -> FusionTables:
@@ -108,6 +124,10 @@ def fusion_tables(graph: JointGraph, policy: FusionPolicy = DEFAULT_POLICY) -> F
             elif op.phase is Phase.FORWARD and op.index not in left:
                 # A buffer only because it left the forward says nothing about a compile in which it does not.
                 forward[op.index] = backward[op.index] = op.index in made
+    shared = [any(name in op.target for name in _REALISED_TARGETS) for op in graph.ops]
+    for index, is_shared in enumerate(shared):
+        if is_shared:  # the default saves the mask, so its code says nothing about a mask that is made again
+            backward[index] = None
     kinds = [op.kind for op in graph.ops]
     for product, total in _folded(graph):
         kinds[total] = OpKind.EXTERN
@@ -119,6 +139,7 @@ def fusion_tables(graph: JointGraph, policy: FusionPolicy = DEFAULT_POLICY) -> F
         forward=tuple(forward),
         backward=tuple(backward),
         reuse=_reuse(graph, policy),
+        shared=tuple(shared),
         ancestors=_ancestors(graph),
     )
 

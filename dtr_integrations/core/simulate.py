@@ -147,8 +147,10 @@ def _trace(
             known[op.index],
             leaves=leaves[k],
             reuse=tables.reuse[op.index],
+            shared=tables.shared[op.index],
             extern_read=extern[k],
             readers=readers[k],
+            kernels=(reach[k][0] >= 0) + (reach[k][1] >= 0),
         )
         read_at[k] = (k, -1) if buffered[k] or reach[k][0] < 0 else reach[k]
         cost = op.cost_ms * (1.0 if buffered[k] else tables.policy.inlined_cost)

@@ -109,7 +109,6 @@ class _Side:
         tables = fusion_tables(graph, policy)
         self.tables = tables
         self.known = tables.forward if self.forward else tables.backward
-        self.reuse = tables.reuse
         self.cost = [op.cost_ms for op in graph.ops]
         self.inlined = policy.inlined_cost
         self.kind = tables.kinds
@@ -185,7 +184,14 @@ class _Side:
         else:
             key = before * self.width + i
         buffer = is_buffer(
-            kind[i], self.known[i], leaves=leaves, reuse=self.reuse[i], extern_read=extern, readers=readers
+            kind[i],
+            self.known[i],
+            leaves=leaves,
+            reuse=self.tables.reuse[i],
+            shared=self.tables.shared[i],
+            extern_read=extern,
+            readers=readers,
+            kernels=(last >= 0) + (also >= 0),
         )
         return (_RUNS, key, before, extern, readers, reach, buffer, (key, -1) if buffer or last < 0 else reach)
 
