@@ -1,4 +1,4 @@
-"""Joint graphs for tests: small ones drawn by hypothesis, a chain that stalls the greedy, and a GPT-like stack."""
+"""Joint graphs for tests: random small ones, a chain that stalls the greedy, and a GPT-like stack."""
 
 from __future__ import annotations
 
@@ -124,7 +124,9 @@ class Builder:
         assert not late.intersection(forward_outputs)
         if default_saved is None:
             read_back = {i for op in ops if op.phase is Phase.BACKWARD for i in op.inputs}
-            default_saved = [i for i in sorted(read_back) if ops[i].phase is Phase.FORWARD and ops[i].saveable]
+            default_saved = [
+                i for i in sorted(read_back) if ops[i].phase is Phase.FORWARD and ops[i].saveable
+            ]
         return JointGraph(
             fingerprint=fingerprint,
             ops=tuple(ops),
@@ -152,7 +154,7 @@ _KINDS = (
 
 @st.composite
 def joint_graphs(draw: st.DrawFn, *, max_ops: int = 14, fingerprint: str = "graph") -> JointGraph:
-    """Small joint graphs with every kind of op: tuples, views, saved views, free ops, ops that must not run twice."""
+    """Small joint graphs with every kind of op: tuples, views, free ops, ops that must not run twice."""
     b = Builder()
     sizes = st.sampled_from([1, 2, 4, 8, 16])
     for i in range(draw(st.integers(1, 3))):
@@ -236,7 +238,9 @@ def save_sets(draw: st.DrawFn, graph: JointGraph) -> list[int]:
 @st.composite
 def steps(draw: st.DrawFn, *, max_ops: int = 12) -> StepGraph:
     """Steps of one or two graphs, one of which may be called twice, with an eager region in the middle."""
-    graphs = [draw(joint_graphs(max_ops=max_ops, fingerprint=f"g{i}")) for i in range(draw(st.integers(1, 2)))]
+    graphs = [
+        draw(joint_graphs(max_ops=max_ops, fingerprint=f"g{i}")) for i in range(draw(st.integers(1, 2)))
+    ]
     order = [0, *([1] if len(graphs) == 2 else []), *([0] if draw(st.booleans()) else [])]
     return step_of(graphs, order, eager_rise=draw(st.integers(0, 20)))
 
@@ -313,7 +317,7 @@ def chain(length: int = 6, size: int = 16) -> JointGraph:
 
 
 def gpt_like(layers: int = 6, d: int = 16, fingerprint: str = "gpt") -> JointGraph:
-    """The shape of a GPT's joint graph (about 100 ops a layer), sizes in units of one residual stream of `d` bytes."""
+    """The shape of a GPT's joint graph (about 100 ops a layer); a residual stream is `d` bytes."""
     b = Builder()
     tokens = b.input(1, static=True)
     table = b.input(4 * d, static=True)

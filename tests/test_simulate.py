@@ -39,18 +39,19 @@ EXAMPLES = settings(max_examples=150, deadline=None)
 
 
 def schedulable(graph: JointGraph, saved: list[int]) -> GraphSchedule | None:
-    """The schedule, or None for the rare random graph whose backward reads what can neither be kept nor redone."""
+    """The schedule, or None for a random graph whose backward reads what can neither be kept nor redone."""
     try:
         return schedule_for(graph, saved)
     except ValueError:
         return None
 
 
-# -- brute force: run the program event by event, kernel by kernel ---------------------------------------------------
+# -- brute force: run the program event by event, kernel by kernel
+# ---------------------------------------------------
 
 
 def brute_rise(graph: JointGraph, program: Program, direction: RegionKind) -> int:
-    """Follow every kernel's reads down through inlined values; hold each storage until nothing later touches it."""
+    """Follow each kernel's reads down through inlined values; hold a storage until nothing touches it."""
     tables = fusion_tables(graph)
     known = tables.forward if direction is RegionKind.FORWARD else tables.backward
     n = len(program.ops)
@@ -94,7 +95,6 @@ def brute_rise(graph: JointGraph, program: Program, direction: RegionKind) -> in
             if kinds[u] is not OpKind.SYMBOL:
                 found |= kernels_of(u)
         return set(sorted(found)[-2:])
-
 
     def kernels_of(k: int) -> set[int]:
         """The kernels in which op `k` is evaluated; `n` is the world after the program."""
@@ -141,7 +141,11 @@ def brute_rise(graph: JointGraph, program: Program, direction: RegionKind) -> in
     def no_sibling(key: tuple[int, int], k: int) -> bool:
         """The reader before kernel `k` is a library kernel, or `k` depends on it."""
         earlier = sorted(touched[key] - {k, key[0]})
-        return not earlier or kinds[earlier[-1]] is OpKind.EXTERN or depends(ops[k].index, ops[earlier[-1]].index)
+        return (
+            not earlier
+            or kinds[earlier[-1]] is OpKind.EXTERN
+            or depends(ops[k].index, ops[earlier[-1]].index)
+        )
 
     def depends(i: int, on: int) -> bool:
         return any(j == on or depends(j, on) for j in graph.ops[i].inputs)
@@ -239,7 +243,8 @@ def test_step_state_equals_simulate_step(data: st.DataObject) -> None:
     assert (state.excess_bytes(target) == 0) == (whole.peak_bytes <= target)
 
 
-# -- schedules -------------------------------------------------------------------------------------------------------
+# -- schedules
+# -------------------------------------------------------------------------------------------------------
 
 
 @EXAMPLES
@@ -253,11 +258,15 @@ def test_schedules_validate_and_are_pruned(data: st.DataObject) -> None:
     validate(graph, schedule)
     assert set(schedule.saved) <= set(wanted) | must_save(graph)
     program = backward_program(graph, schedule)
-    read = {program.ops[j] for reads in program.reads for j in reads} | {program.ops[k] for k in program.outputs}
+    read = {program.ops[j] for reads in program.reads for j in reads} | {
+        program.ops[k] for k in program.outputs
+    }
     assert set(schedule.saved) <= read
     assert {item.value for item in schedule.recompute} <= read
     for item in schedule.recompute[:1]:
-        shorter = dataclasses.replace(schedule, recompute=tuple(r for r in schedule.recompute if r is not item))
+        shorter = dataclasses.replace(
+            schedule, recompute=tuple(r for r in schedule.recompute if r is not item)
+        )
         with pytest.raises(ValueError, match="neither saved nor recomputed"):
             validate(graph, shorter)
 
@@ -351,7 +360,8 @@ def test_validate_names_what_is_wrong(change: dict[str, object], message: str) -
         validate(graph, dataclasses.replace(good, **change))  # type: ignore[arg-type]
 
 
-# -- corrections and steps -------------------------------------------------------------------------------------------
+# -- corrections and steps
+# -------------------------------------------------------------------------------------------
 
 
 def test_calibration_makes_the_default_exact_and_observations_shift_their_neighbourhood() -> None:

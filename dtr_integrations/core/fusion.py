@@ -1,13 +1,15 @@
 """Which values of a compiled graph become buffers, and which are fused away: the rule behind the simulator.
 
-Inductor inlines pointwise ops into whatever reads them, so most values never exist. A value gets a buffer when a library
-kernel makes or reads it, when it leaves the graph, when a reduction makes it, or when inlining it would repeat too much
-work (`torch/_inductor/graph.py`, `run_node`: "Realize if"; `ir.py`, `StorageBox.should_realize_on_reuse`). What a default
-compile did is known exactly (`JointGraph.buffers`); the static rule stands in where nothing is known: recomputed values
-that the default saved, and graphs that were never generated.
+Inductor inlines pointwise ops into whatever reads them, so most values never exist. A value gets a buffer
+when a library kernel makes or reads it, when it leaves the graph, when a reduction makes it, or when inlining
+it would repeat too much work (`torch/_inductor/graph.py`, `run_node`: "Realize if"; `ir.py`,
+`StorageBox.should_realize_on_reuse`). What a default compile did is known exactly (`JointGraph.buffers`); the
+static rule stands in where nothing is known: recomputed values that the default saved, and graphs that were
+never generated.
 
-What the rule does not do: it knows no kernel boundaries (a value realised by the read count but consumed in the same
-kernel still counts), no layouts (a copy made for a stride order is not seen) and no reordering by the scheduler.
+What the rule does not do: it knows no kernel boundaries (a value realised by the read count but consumed in
+the same kernel still counts), no layouts (a copy made for a stride order is not seen) and no reordering by
+the scheduler.
 """
 
 from __future__ import annotations
@@ -20,8 +22,8 @@ __all__ = ["DEFAULT_POLICY", "FusionPolicy", "FusionTables", "fusion_tables", "i
 
 # Inlining these twice is dearer than a buffer (`ir.py`, `heavy_ops`; on CPU only).
 _HEAVY_TARGETS = ("exp", "log", "sigmoid", "tanh", "gelu", "silu", "softmax")
-# The lowering realises these at once (`lowering.py`, `inductor_random`): a mask that two kernels compute from them is
-# never inlined down to the seed, so the numbers themselves, in full precision, are kept.
+# The lowering realises these at once (`lowering.py`, `inductor_random`): a mask that two kernels compute from
+# them is never inlined down to the seed, so the numbers themselves, in full precision, are kept.
 _REALISED_TARGETS = ("inductor_random", "inductor_randint")
 
 
@@ -31,12 +33,15 @@ class FusionPolicy:
 
     Attributes:
         use_codegen: Prefer what the default's generated code did over the static rule.
-        reuse_reads: A value read by several ops becomes a buffer when its expression reads more buffers than this.
-        chain_reads: A value becomes a buffer whatever reads it when its expression reads more buffers than this.
+        reuse_reads: A value read by several ops becomes a buffer when its expression reads more buffers than
+            this.
+        chain_reads: A value becomes a buffer whatever reads it when its expression reads more buffers than
+            this.
         heavy_reuse: A transcendental op read by several ops becomes a buffer (Inductor on CPU).
         reuse_in_place: A pointwise kernel writes into an input of its own size that dies there.
         donate_saved: ... also if that input was handed over by the forward (AOT's donated buffers).
-        inlined_cost: Share of an op's `cost_ms` that is charged when it has no buffer: its memory traffic is saved.
+        inlined_cost: Share of an op's `cost_ms` that is charged when it has no buffer: its memory traffic is
+            saved.
     """
 
     use_codegen: bool = True
@@ -66,8 +71,8 @@ class FusionTables:
     def frees_for(self, last: int, other: int) -> bool:
         """Whether op `last` may write over an input that op `other` reads too.
 
-        Two ops that read one buffer and do not depend on one another end up in one kernel, which then has a use for
-        the buffer besides the write.
+        Two ops that read one buffer and do not depend on one another end up in one kernel, which then has a
+        use for the buffer besides the write.
         """
         return self.kinds[other] is OpKind.EXTERN or bool(self.ancestors[last] >> other & 1)
 
@@ -87,7 +92,8 @@ def is_buffer(
 
     Args:
         kind: Of the op that makes it.
-        known: What generated code says, if anything; for a library kernel False means that it is folded into its reader.
+        known: What generated code says, if anything; for a library kernel False means that it is folded into
+            its reader.
         leaves: It is an output of the program.
         reuse: `FusionTables.reuse` of the op.
         shared: `FusionTables.shared` of the op.
@@ -103,9 +109,7 @@ def is_buffer(
         return True
     if known is not None:
         return known
-    return (
-        kind is OpKind.REDUCTION or extern_read or (reuse and readers > 1) or (shared and kernels > 1)
-    )
+    return kind is OpKind.REDUCTION or extern_read or (reuse and readers > 1) or (shared and kernels > 1)
 
 
 def fusion_tables(graph: JointGraph, policy: FusionPolicy = DEFAULT_POLICY) -> FusionTables:
@@ -145,10 +149,12 @@ def fusion_tables(graph: JointGraph, policy: FusionPolicy = DEFAULT_POLICY) -> F
 
 
 def _folded(graph: JointGraph) -> list[tuple[int, int]]:
-    """(product, sum) where Inductor turns `mm` + `add` into one `addmm`, which then runs in the place of the sum.
+    """(product, sum) where Inductor turns `mm` + `add` into one `addmm`, which then runs in the place of the
+    sum.
 
-    `torch/_inductor/fx_passes/post_grad.py`, `addmm`: a product of two matrices that only an `add` of its shape reads.
-    A tied embedding's gradient is such a sum, and its product then holds its inputs until the end of the backward.
+    `torch/_inductor/fx_passes/post_grad.py`, `addmm`: a product of two matrices that only an `add` of its
+    shape reads. A tied embedding's gradient is such a sum, and its product then holds its inputs until the
+    end of the backward.
     """
     found = []
     taken: set[int] = set()
@@ -189,7 +195,7 @@ def _behind_views(graph: JointGraph, indices: set[int]) -> set[int]:
 
 
 def _reuse(graph: JointGraph, policy: FusionPolicy) -> tuple[bool, ...]:
-    """Emulates Inductor's lowering in joint order: which buffers (storages) the inlined expression of an op reads."""
+    """Whether each op's inlined expression reads many buffers: Inductor's lowering, emulated in order."""
     sources: list[frozenset[int]] = [frozenset()] * len(graph.ops)
     reuse = [False] * len(graph.ops)
     for op in graph.ops:
@@ -214,7 +220,6 @@ def _reuse(graph: JointGraph, policy: FusionPolicy) -> tuple[bool, ...]:
 
 def _read_by_extern(graph: JointGraph, index: int) -> bool:
     return any(
-        graph.ops[u].kind is OpKind.EXTERN
-        or (graph.ops[u].kind is OpKind.VIEW and _read_by_extern(graph, u))
+        graph.ops[u].kind is OpKind.EXTERN or (graph.ops[u].kind is OpKind.VIEW and _read_by_extern(graph, u))
         for u in graph.users[index]
     )

@@ -1,18 +1,20 @@
 """From a save set to an explicit schedule, and from a schedule to the two programs that will run.
 
-A **save set** says which forward values are handed to the backward. A `GraphSchedule` also says when each other value is
-computed again. Here every such value is recomputed once, just before the first backward op that (directly or through
-other recomputed values) reads it: building early layers up front and holding them is what makes one-shot recomputation
-peak (Chen et al. 2016, "Training Deep Nets with Sublinear Memory Cost", section 4, recompute a segment only when its
-backward begins). Schedules that recompute a value several times are valid too; each reader takes the latest copy that
-stands before it.
+A **save set** says which forward values are handed to the backward. A `GraphSchedule` also says when each
+other value is computed again. Here every such value is recomputed once, just before the first backward op
+that (directly or through other recomputed values) reads it: building early layers up front and holding them
+is what makes one-shot recomputation peak (Chen et al. 2016, "Training Deep Nets with Sublinear Memory Cost",
+section 4, recompute a segment only when its backward begins). Schedules that recompute a value several times
+are valid too; each reader takes the latest copy that stands before it.
 
-What a save set may hold: activations that are `saveable`, of phase FORWARD, and of phase FREE (torch's min-cut likes to
-save a boolean mask that only the backward reads, instead of the activation from which it is made): a saved FREE value is
-computed in the forward. FREE values that are not saved are listed in `recompute` like any other, so that the backward
-runs exactly the BACKWARD ops and the recompute list. Inputs of the graph are always at hand and never listed.
+What a save set may hold: activations that are `saveable`, of phase FORWARD, and of phase FREE (torch's
+min-cut likes to save a boolean mask that only the backward reads, instead of the activation from which it is
+made): a saved FREE value is computed in the forward. FREE values that are not saved are listed in `recompute`
+like any other, so that the backward runs exactly the BACKWARD ops and the recompute list. Inputs of the graph
+are always at hand and never listed.
 
-`before == len(graph.ops)` stands for the end of the backward (a value that is itself an output of the backward).
+`before == len(graph.ops)` stands for the end of the backward (a value that is itself an output of the
+backward).
 """
 
 from __future__ import annotations
@@ -49,8 +51,9 @@ def may_run_again(op: Op) -> bool:
 def must_save(graph: JointGraph) -> frozenset[int]:
     """Ops whose value has to be saved if the backward needs it, because it cannot be had again.
 
-    That is an op that must not run twice, or one that reads such a value which itself cannot be handed over (the parts
-    of a tuple that a non-replayable op returns). What reads a value that *can* be saved is free to be recomputed.
+    That is an op that must not run twice, or one that reads such a value which itself cannot be handed over
+    (the parts of a tuple that a non-replayable op returns). What reads a value that *can* be saved is free to
+    be recomputed.
     """
     lost: set[int] = set()
     for op in graph.ops:
@@ -62,12 +65,13 @@ def must_save(graph: JointGraph) -> frozenset[int]:
 
 
 def schedule_for(graph: JointGraph, saved: Collection[int], *, default: bool = False) -> GraphSchedule:
-    """The schedule that saves what is in `saved` and needed, and recomputes the rest just before its first reader.
+    """The schedule that saves what is in `saved` and needed, and recomputes the rest just before its first
+    reader.
 
     Args:
         graph: The joint graph.
-        saved: Op indices. Values that the backward never reads are dropped; values that may not be recomputed are
-            added; inputs are ignored (they are handed over anyway).
+        saved: Op indices. Values that the backward never reads are dropped; values that may not be recomputed
+            are added; inputs are ignored (they are handed over anyway).
         default: Mark the schedule as torch's own partition.
 
     Raises:
@@ -88,7 +92,9 @@ def schedule_for(graph: JointGraph, saved: Collection[int], *, default: bool = F
                 continue
             if op.index in keep:
                 if not op.saveable:
-                    raise ValueError(f"{_label(op)} is needed in the backward, but can neither be saved nor recomputed")
+                    raise ValueError(
+                        f"{_label(op)} is needed in the backward, but can neither be saved nor recomputed"
+                    )
                 held.append(op.index)
                 continue
             again.append((at, op.index))
@@ -118,8 +124,8 @@ def default_schedules(graphs: Iterable[JointGraph]) -> tuple[GraphSchedule, ...]
 class Program:
     """One direction of a graph as it will run: nodes in execution order.
 
-    Node k is op `ops[k]`; the first `entries` nodes are values that are there already. `reads[k]` are the nodes that
-    node k reads, in argument order. `outputs` are the nodes that outlive the program.
+    Node k is op `ops[k]`; the first `entries` nodes are values that are there already. `reads[k]` are the
+    nodes that node k reads, in argument order. `outputs` are the nodes that outlive the program.
     """
 
     ops: tuple[int, ...]
@@ -131,7 +137,8 @@ class Program:
 def forward_program(graph: JointGraph, schedule: GraphSchedule) -> Program:
     """The forward: its own ops in joint order; saved FREE values as soon as what they read is there.
 
-    Outputs are the graph's outputs and the saved values. Raises ValueError when a saved value depends on a gradient.
+    Outputs are the graph's outputs and the saved values. Raises ValueError when a saved value depends on a
+    gradient.
     """
     wanted = set(schedule.saved)
     for op in reversed(graph.ops):
@@ -144,7 +151,8 @@ def forward_program(graph: JointGraph, schedule: GraphSchedule) -> Program:
         elif op.phase is Phase.FORWARD:
             at[op.index] = (op.index, -1)
         elif op.phase is Phase.FREE and op.index in wanted:
-            # Joint order puts such ops among the backward's; the compiler runs them when their inputs are ready.
+            # Joint order puts such ops among the backward's; the compiler runs them when their inputs are
+            # ready.
             at[op.index] = (max((at[i][0] for i in op.inputs), default=-1), op.index)
     order = sorted(at, key=at.__getitem__)
     position = {op: k for k, op in enumerate(order)}
@@ -158,7 +166,9 @@ def forward_program(graph: JointGraph, schedule: GraphSchedule) -> Program:
     outputs = dict.fromkeys((*graph.forward_outputs, *schedule.saved))
     for index in outputs:
         if index not in position:
-            raise ValueError(f"{_label(graph.ops[index])} is handed over by the forward, which does not compute it")
+            raise ValueError(
+                f"{_label(graph.ops[index])} is handed over by the forward, which does not compute it"
+            )
     return Program(
         ops=tuple(order), reads=tuple(reads), entries=entries, outputs=tuple(position[i] for i in outputs)
     )
@@ -182,7 +192,9 @@ def backward_program(graph: JointGraph, schedule: GraphSchedule) -> Program:
         if index in latest:
             return True, latest[index]
         if graph.ops[index].phase is not Phase.INPUT and index not in saved:
-            raise ValueError(f"{reader} reads {_label(graph.ops[index])}, which is neither saved nor recomputed before it")
+            raise ValueError(
+                f"{reader} reads {_label(graph.ops[index])}, which is neither saved nor recomputed before it"
+            )
         return False, entry.setdefault(index, len(entry))
 
     for at in range(end + 1):
@@ -223,10 +235,16 @@ def validate(graph: JointGraph, schedule: GraphSchedule) -> None:
         op = graph.ops[item.value]
         if not (may_run_again(op) and op.replayable):
             raise ValueError(f"{_label(op)} cannot be recomputed")
-        if not (item.before == end or (0 <= item.before < end and graph.ops[item.before].phase is Phase.BACKWARD)):
-            raise ValueError(f"{_label(op)} is recomputed before {item.before}, which is no op of the backward")
+        if not (
+            item.before == end or (0 <= item.before < end and graph.ops[item.before].phase is Phase.BACKWARD)
+        ):
+            raise ValueError(
+                f"{_label(op)} is recomputed before {item.before}, which is no op of the backward"
+            )
         if item.copy != copies.setdefault(item.value, 0):
-            raise ValueError(f"copies of {_label(op)} are not numbered 0, 1, ... in the order in which they run")
+            raise ValueError(
+                f"copies of {_label(op)} are not numbered 0, 1, ... in the order in which they run"
+            )
         copies[item.value] += 1
     forward_program(graph, schedule)
     backward_program(graph, schedule)

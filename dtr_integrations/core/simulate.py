@@ -1,14 +1,17 @@
-"""The search tier's memory model: what a schedule's peak will be, in about a millisecond and without torch.
+"""The search tier's memory model: what a schedule's peak will be, in milliseconds and without torch.
 
-For each direction of each graph the bytes alive are followed from op to op: storages, not values (views are free, a
-storage counts once), and only values that become buffers (`fusion`). An op that is inlined reads its inputs when the
-kernel into which it was inlined runs, so a storage dies with the last *kernel* that reads it. A step is the sum: what is
-live at a region's entry whatever the plan (`Region.base_bytes`), what open calls hold for their backward, and how far
-the region rises above that. The second seed's planner counts the same way across stacked graphs; fusion and the
-correction are ours.
+For each direction of each graph the bytes alive are followed from op to op: storages, not values (views are
+free, a storage counts once), and only values that become buffers (`fusion`). An op that is inlined reads its
+inputs when the kernel into which it was inlined runs, so a storage dies with the last *kernel* that reads it.
+A step is the sum: what is live at a region's entry whatever the plan (`Region.base_bytes`), what open calls
+hold for their backward, and how far the region rises above that. The second seed's planner counts the same
+way across stacked graphs; fusion and the correction are ours.
 
-What it does not do: kernel boundaries, scheduling and layout copies of the compiler are not modelled (`fusion`), so rises
-are off by some percent. `Correction` carries what exact dry runs said and shifts the rises accordingly.
+What it does not do: kernel boundaries, scheduling and layout copies of the compiler are not modelled
+(`fusion`), so rises are off by some percent. Nor is Inductor's pool of dead buffers that it keeps for later
+ones of their size: it fills whatever room its own, higher estimate of the peak leaves, and a planned graph is
+better compiled without (`allow_buffer_reuse=False`). `Correction` carries what exact dry runs said and shifts
+the rises accordingly.
 
 All sizes are bytes, all times milliseconds.
 """
@@ -46,7 +49,7 @@ __all__ = [
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Buffer:
-    """A storage in one direction of a graph: `born` and `dies` are nodes of the program (born −1: there at entry)."""
+    """A storage in one direction of a graph: `born` and `dies` are nodes of the program (−1: at entry)."""
 
     op: int
     storage: int
@@ -71,9 +74,11 @@ class GraphProfile:
 
     Attributes:
         forward_rise_bytes: How far live bytes rise above those at entry, inside the forward.
-        saved_bytes: Storages that the forward hands to the backward: each once, without static ones and without those
-            that are also outputs (the program around the graph holds these). Inputs that the backward reads count.
-        backward_rise_bytes: As the forward's; at entry the saved storages and the incoming gradients are live.
+        saved_bytes: Storages that the forward hands to the backward: each once, without static ones and
+            without those that are also outputs (the program around the graph holds these). Inputs that the
+            backward reads count.
+        backward_rise_bytes: As the forward's; at entry the saved storages and the incoming gradients are
+            live.
         forward_out_bytes: New storages among the forward's outputs.
         cost_ms: All ops that run in both directions.
         recompute_ms: The part of `cost_ms` that runs forward ops again.
@@ -88,7 +93,7 @@ class GraphProfile:
 
 
 def entry_weights(graph: JointGraph) -> tuple[int, ...]:
-    """Bytes that each storage counts when the forward hands it to the backward; 0 if something else holds it anyway."""
+    """Bytes that each storage counts when handed to the backward; 0 if something else holds it anyway."""
     held = {graph.ops[i].value for i in graph.forward_outputs} | graph.static
     return tuple(0 if s in held else size for s, size in enumerate(graph.storage_bytes))
 
@@ -175,7 +180,9 @@ def _trace(
         for storage, (last, also) in dies.items():
             size = graph.storage_bytes[storage] if storage in gradients else weights[storage]
             op_index = next(o.index for o in ops if o.value == storage)
-            buffers.append(Buffer(op=op_index, storage=storage, size_bytes=size, born=-1, dies=last, also=also))
+            buffers.append(
+                Buffer(op=op_index, storage=storage, size_bytes=size, born=-1, dies=last, also=also)
+            )
         donated = {s for s in dies if s not in gradients} if tables.policy.donate_saved else set()
     else:
         donated = set()
@@ -252,16 +259,17 @@ class Observation:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Correction:
-    """What exact dry runs said about the simulator: `exact − simulated` rise at some saved bytes, per graph direction.
+    """What exact dry runs said about the simulator: `exact − simulated` rise at some saved bytes, per graph
+    direction.
 
-    `points` holds (fingerprint, direction, saved bytes of the schedule, offset bytes). Schedules in between get the
-    linear interpolation, schedules outside the nearest point's offset; no points, no offset.
+    `points` holds (fingerprint, direction, saved bytes of the schedule, offset bytes). Schedules in between
+    get the linear interpolation, schedules outside the nearest point's offset; no points, no offset.
     """
 
     points: tuple[tuple[str, RegionKind, int, int], ...] = ()
 
     def curve(self, fingerprint: str, direction: RegionKind) -> tuple[tuple[int, int], ...]:
-        """(saved bytes, offset bytes) for one direction, ascending; the larger offset where two points coincide."""
+        """(saved bytes, offset bytes) for one direction, ascending; the larger offset where two coincide."""
         found: dict[int, int] = {}
         for name, where, saved, offset in self.points:
             if name == fingerprint and where is direction:
@@ -306,8 +314,8 @@ def correct(
 def calibrate(step: StepGraph, *, policy: FusionPolicy = DEFAULT_POLICY) -> Correction:
     """The correction that the default's own measured rises (`Region.rise_bytes`) suggest for other schedules.
 
-    Only where the simulator was too low: torch's partitioner orders its backward in its own way, which may come out lower
-    than the same save set under our order, and that would not carry over.
+    Only where the simulator was too low: torch's partitioner orders its backward in its own way, which may
+    come out lower than the same save set under our order, and that would not carry over.
     """
     schedules = default_schedules(step.graphs)
     found = correct(
@@ -324,12 +332,14 @@ def calibrate(step: StepGraph, *, policy: FusionPolicy = DEFAULT_POLICY) -> Corr
         ],
         policy=policy,
     )
-    return Correction(points=tuple((name, where, saved, max(0, by)) for name, where, saved, by in found.points))
+    return Correction(
+        points=tuple((name, where, saved, max(0, by)) for name, where, saved, by in found.points)
+    )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RegionLevel:
-    """Bytes of one region of the step: at its entry (static memory included), and how far it rises above that."""
+    """Bytes of one region: at its entry (static memory included), and how far it rises above that."""
 
     entry_bytes: int
     rise_bytes: int
@@ -346,7 +356,8 @@ class StepSimulation:
 
     Attributes:
         peak_bytes: The most bytes alive, static memory included.
-        slowdown: Modelled time over the default's; may be below 1 when a schedule recomputes less than the default.
+        slowdown: Modelled time over the default's; may be below 1 when a schedule recomputes less than the
+            default.
         cost_ms: Modelled time.
         levels: One for each region of the step.
         peak_region: Index of the region that holds the peak (−1: the step has none).
@@ -370,8 +381,8 @@ def simulate_step(
 ) -> StepSimulation:
     """The whole step's peak and time under `schedules` (one per graph, in any order).
 
-    A graph whose schedule says `default` has the rises that its dry run measured. Raises ValueError when a graph has no
-    schedule or a schedule cannot run.
+    A graph whose schedule says `default` has the rises that its dry run measured. Raises ValueError when a
+    graph has no schedule or a schedule cannot run.
     """
     by_name = {schedule.fingerprint: schedule for schedule in schedules}
     if missing := [g.fingerprint for g in step.graphs if g.fingerprint not in by_name]:
@@ -404,9 +415,11 @@ def simulate_step(
 
 
 def open_shifts(step: StepGraph, *, policy: FusionPolicy = DEFAULT_POLICY) -> list[int]:
-    """For each region, exact minus simulated bytes that open calls of the default hold at its entry; 0 if not known.
+    """For each region, exact minus simulated bytes that open calls of the default hold at its entry; 0 if not
+    known.
 
-    What the compiler saves beside the save set (copies of inputs in another layout) is the same whatever the plan.
+    What the compiler saves beside the save set (copies of inputs in another layout) is the same whatever the
+    plan.
     """
     if all(region.open_bytes < 0 for region in step.regions):
         return [0] * len(step.regions)
@@ -465,6 +478,8 @@ def held_at_peak(
     trace = _trace(graph, fusion_tables(graph, policy), program, direction, entry_weights(graph))
     alive = [b for b in trace.buffers if b.born <= trace.at <= b.dies and b.size_bytes]
     entry = sum(b.size_bytes for b in trace.buffers if b.born < 0)
-    if twice := sum(b.size_bytes for b in alive) - entry - trace.rise_bytes:  # written over at the peak itself
+    if (
+        twice := sum(b.size_bytes for b in alive) - entry - trace.rise_bytes
+    ):  # written over at the peak itself
         alive.remove(next(b for b in alive if b.size_bytes == twice and b.born < b.dies == trace.at))
     return tuple(sorted(((b.op, b.size_bytes) for b in alive), key=lambda held: (-held[1], held[0])))

@@ -1,8 +1,8 @@
 """Search: from a captured step to the Pareto set of plans. `search(problem) -> Frontier`.
 
-One algorithm a file: `greedy` (the second seed's), `blocks` (whole-block starts), `baselines` (what torch would save),
-`local` (descent by excess, adding back, swapping); `state` is the incremental simulator that scores them all, `archive`
-the Pareto set. No randomness: the same problem gives the same frontier.
+One algorithm a file: `greedy` (the second seed's), `blocks` (whole-block starts), `baselines` (what torch
+would save), `local` (descent by excess, adding back, swapping); `state` is the incremental simulator that
+scores them all, `archive` the Pareto set. No randomness: the same problem gives the same frontier.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ _POLISH = 6  # swaps tried at the focus
 def search(problem: Problem) -> Frontier:
     """The Pareto set of (peak, slowdown) for one step.
 
-    The default is always the last point, with its exact peak and slowdown 1. Raises ValueError when a graph needs a
-    value in its backward that can neither be saved nor recomputed.
+    The default is always the last point, with its exact peak and slowdown 1. Raises ValueError when a graph
+    needs a value in its backward that can neither be saved nor recomputed.
     """
     step = problem.step
     archive = Archive()

@@ -59,8 +59,9 @@ class Archive:
 class FrontierPoint:
     """One plan on the frontier.
 
-    `peak_bytes` is simulated and corrected (exact for the default), static memory included. `slowdown` is modelled time
-    over the default's; a plan that models faster than the default counts as 1, because the default stays the last point.
+    `peak_bytes` is simulated and corrected (exact for the default), static memory included. `slowdown` is
+    modelled time over the default's; a plan that models faster than the default counts as 1, because the
+    default stays the last point.
     """
 
     peak_bytes: int

@@ -1,9 +1,10 @@
 """Save sets that others would choose: torch's min-cut at several strictnesses, everything, nothing.
 
-Source: `torch/_functorch/partitioners.py` (`min_cut_rematerialization_partition`), whose save sets capture writes down.
+Source: `torch/_functorch/partitioners.py` (`min_cut_rematerialization_partition`), whose save sets capture
+writes down.
 
-What it does not do: torch's own budget API (`activation_memory_budget`) is not among them; its knapsack knows neither
-the true peak nor when a value is needed.
+What it does not do: torch's own budget API (`activation_memory_budget`) is not among them; its knapsack knows
+neither the true peak nor when a value is needed.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ __all__ = ["everything", "starts"]
 
 
 def everything(graph: JointGraph) -> tuple[int, ...]:
-    """Every forward value that the backward reads directly and that can be saved: what eager autograd roughly keeps."""
+    """Every forward value that the backward reads directly: roughly what eager autograd keeps."""
     read = {i for op in graph.ops if op.phase is Phase.BACKWARD for i in op.inputs}
     return tuple(i for i in sorted(read) if graph.ops[i].phase is Phase.FORWARD and graph.ops[i].saveable)
 

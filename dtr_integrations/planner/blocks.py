@@ -1,10 +1,12 @@
 """Whole-block starts: keep only what crosses some cuts of the forward, recompute the rest from there.
 
-Sources: Chen et al. 2016, "Training Deep Nets with Sublinear Memory Cost", section 4 (segments; about √N of them), and
-what `torch.utils.checkpoint` around each block does. Where the cuts lie is not read from module names: they are the
-places of the forward order where few bytes cross (on a residual network, the residual stream between two sublayers).
+Sources: Chen et al. 2016, "Training Deep Nets with Sublinear Memory Cost", section 4 (segments; about √N of
+them), and what `torch.utils.checkpoint` around each block does. Where the cuts lie is not read from module
+names: they are the places of the forward order where few bytes cross (on a residual network, the residual
+stream between two sublayers).
 
-What it does not do: it prices nothing. Every combination that is worth a look is yielded, and the caller scores them.
+What it does not do: it prices nothing. Every combination that is worth a look is yielded, and the caller
+scores them.
 """
 
 from __future__ import annotations
@@ -24,14 +26,14 @@ _MOST_STEPS = 12  # of a sweep over "the first k blocks": deep networks need not
 
 @dataclass(frozen=True, slots=True)
 class Cuts:
-    """Places of the forward order, ascending: `after[k]` is an op index, `crossing[k]` what must be kept there."""
+    """Places of the forward order, ascending: `after[k]` is an op, `crossing[k]` what must be kept there."""
 
     after: tuple[int, ...]
     crossing: tuple[tuple[int, ...], ...]
 
 
 def crossing_bytes(graph: JointGraph) -> list[tuple[int, int]]:
-    """(op index, bytes of the storages made so far that later forward ops read) for each forward op that computes."""
+    """(op index, bytes made so far that later forward ops read) for each forward op that computes."""
     forward = [op for op in graph.ops if op.phase is Phase.FORWARD]
     last: dict[int, int] = {}
     for op in forward:
@@ -54,7 +56,7 @@ def crossing_bytes(graph: JointGraph) -> list[tuple[int, int]]:
 
 
 def _valleys(levels: list[tuple[int, int]], prominence: float) -> list[int]:
-    """Op indices of the minima between which the level rises by `prominence`; the first place of each minimum."""
+    """Op indices of the minima between which the level rises by `prominence`; each one's first place."""
     found: list[int] = []
     low_at, low, high = -1, 0, 0
     falling = False
@@ -73,7 +75,7 @@ def _valleys(levels: list[tuple[int, int]], prominence: float) -> list[int]:
 
 
 def _plains(graph: JointGraph, levels: list[tuple[int, int]]) -> list[int]:
-    """Op indices for a network without valleys (a chain): every low place, one between two library kernels."""
+    """Op indices for a network without valleys (a chain): low places, one between two library kernels."""
     positive = sorted(level for _, level in levels if level)
     if not positive:
         return []
@@ -90,7 +92,7 @@ def _plains(graph: JointGraph, levels: list[tuple[int, int]]) -> list[int]:
 
 
 def cut_candidates(graph: JointGraph) -> list[Cuts]:
-    """Sets of cuts, without repetition: places between any two library kernels, then valleys from fine to coarse."""
+    """Sets of cuts, each once: places between any two library kernels, then valleys from fine to coarse."""
     levels = crossing_bytes(graph)
     found: dict[tuple[int, ...], Cuts] = {}
     for after in (tuple(_plains(graph, levels)), *(tuple(_valleys(levels, p)) for p in _PROMINENCES)):
@@ -100,7 +102,7 @@ def cut_candidates(graph: JointGraph) -> list[Cuts]:
 
 
 def _crossing(graph: JointGraph, after: int) -> tuple[int, ...]:
-    """What the forward after op `after` reads of what was made before: values that together allow to go on from here."""
+    """What the forward after op `after` reads of what was made before: enough to go on from there."""
     wanted: set[int] = set()
     for op in graph.ops:
         if op.phase is Phase.FORWARD and op.index > after:
@@ -120,7 +122,7 @@ def _base(graph: JointGraph, index: int) -> int:
 
 
 def block_save_sets(graph: JointGraph) -> Iterator[tuple[int, ...]]:
-    """Save sets of `graph`: all cuts, every m-th, and the first or last k blocks recomputed beside the default."""
+    """Save sets: all cuts, every m-th, and the first or last k blocks recomputed beside the default."""
     for cuts in cut_candidates(graph):
         n = len(cuts.after)
         root = max(1, round(n**0.5))
@@ -142,7 +144,7 @@ def _kept(cuts: Cuts, which: range) -> tuple[int, ...]:
 
 
 def starts(problem: Problem) -> Iterator[list[tuple[int, ...]]]:
-    """Save sets for the whole step; with several graphs, one graph's blocks beside the others' default, and all at once."""
+    """Save sets for the whole step: all graphs at once, and each beside the others' default."""
     graphs = problem.step.graphs
     default = [graph.default_saved for graph in graphs]
     sets = [list(dict.fromkeys(block_save_sets(graph))) for graph in graphs]

@@ -1,13 +1,14 @@
-"""Greedy descent: drop the save with the cheapest recomputation per byte of true peak freed, until none frees any.
+"""Greedy descent: drop the save with the cheapest recomputation per byte of true peak freed, until none frees
+any.
 
-Source: the second seed ("The new activation checkpointing procedure"): from the min-cut saves, derive the new graphs,
-their recomputation cost and the change of the global peak for every candidate, remove the best ratio, repeat. Candidates
-are evaluated lazily here (as in Minoux 1978, "Accelerated greedy algorithms"): the ratio of the last round orders them,
-and one whose fresh ratio is still ahead is taken without looking at the rest.
+Source: the second seed ("The new activation checkpointing procedure"): from the min-cut saves, derive the new
+graphs, their recomputation cost and the change of the global peak for every candidate, remove the best ratio,
+repeat. Candidates are evaluated lazily here (as in Minoux 1978, "Accelerated greedy algorithms"): the ratio
+of the last round orders them, and one whose fresh ratio is still ahead is taken without looking at the rest.
 
-What it does not do: it never puts a save back, so it stalls where two values must go for the peak to move (several equal
-peaks, chains whose recomputation holds what was freed); `blocks` and `local` are there for that. Being lazy, it may take
-a candidate that has been overtaken since another's ratio was last looked at.
+What it does not do: it never puts a save back, so it stalls where two values must go for the peak to move
+(several equal peaks, chains whose recomputation holds what was freed); `blocks` and `local` are there for
+that. Being lazy, it may take a candidate that has been overtaken since another's ratio was last looked at.
 """
 
 from __future__ import annotations
@@ -30,7 +31,8 @@ def held(state: StepState) -> Iterator[tuple[int, int]]:
 
 
 def descend(state: StepState, archive: Archive, *, target_bytes: int = 0) -> None:
-    """Drop saves from `state` until the peak is at most `target_bytes` or no drop lowers it; archive every step.
+    """Drop saves from `state` until the peak is at most `target_bytes` or no drop lowers it; archive every
+    step.
 
     Leaves `state` at the last step.
     """

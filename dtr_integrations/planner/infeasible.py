@@ -43,12 +43,12 @@ def holders(
         for index, size in held_at_peak(graph, by_name[graph.fingerprint], region.kind):
             held[_name(graph, index)] += size
         if region.kind is RegionKind.BACKWARD:  # incoming gradients are named one by one instead
-            incoming = {op.value for op in graph.ops if is_tangent(op) and op.value >= 0 and graph.users[op.index]}
+            incoming = {
+                op.value for op in graph.ops if is_tangent(op) and op.value >= 0 and graph.users[op.index]
+            }
             rest -= sum(graph.storage_bytes[storage] for storage in incoming)
     held["gradients and values outside compiled modules"] = max(0, rest)
-    held["activations that other calls hold for their backward"] = (
-        level.entry_bytes - region.base_bytes - own
-    )
+    held["activations that other calls hold for their backward"] = level.entry_bytes - region.base_bytes - own
     named = sorted(((name, size) for name, size in held.items() if size > 0), key=lambda h: (-h[1], h[0]))
     return tuple(named[:most])
 

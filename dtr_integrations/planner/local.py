@@ -1,11 +1,13 @@
-"""Local search around what other starts found: add saves back, drop, swap, so that no budget lies far from a good plan.
+"""Local search around what other starts found: add saves back, drop, swap, so that no budget lies far from a
+good plan.
 
-Source: design of this library (the second seed: "it never backtracks ... something like beam search might be better").
-Descents here follow the *excess*, the bytes above a target summed over the step, instead of the peak: of two equal peaks
-the first one lowered counts as progress, so that the descent does not stall where the greedy does.
+Source: design of this library (the second seed: "it never backtracks ... something like beam search might be
+better"). Descents here follow the *excess*, the bytes above a target summed over the step, instead of the
+peak: of two equal peaks the first one lowered counts as progress, so that the descent does not stall where
+the greedy does.
 
-What it does not do: it is no exact method, and it moves by single storages (and pairs, in a swap). Values are recomputed
-once; a second copy is never tried.
+What it does not do: it is no exact method, and it moves by single storages (and pairs, in a swap). Values are
+recomputed once; a second copy is never tried.
 """
 
 from __future__ import annotations
@@ -34,7 +36,7 @@ def addable(state: StepState) -> Iterator[tuple[int, int]]:
 
 
 def droppable(state: StepState) -> Iterator[tuple[int, tuple[int, ...]]]:
-    """(graph, ops) of saves that may be dropped, all those of one storage together: one alone would free nothing."""
+    """(graph, ops) of saves that may be dropped, those of one storage together: one alone frees nothing."""
     for g, graph in enumerate(state.graphs):
         by_storage: dict[int, list[int]] = {}
         for i in graph.saved():
@@ -108,7 +110,7 @@ def fill(state: StepState, archive: Archive, target_bytes: int) -> bool:
 
 
 def polish(state: StepState, archive: Archive, target_bytes: int, *, tries: int) -> None:
-    """Drop each of the `tries` saves that hold most bytes per ms, fill again, and keep what is faster at the target."""
+    """Drop each of `tries` saves with most bytes per ms, fill again, keep what is faster at the target."""
     best = state.cost_ms
     worth = []
     for g, group in droppable(state):

@@ -21,7 +21,8 @@ class Problem:
     Attributes:
         step: The captured step.
         correction: What to add to simulated rises; `core.simulate.calibrate(step)` to begin with.
-        focus_bytes: The peak that the step will be asked to stay under, if known: the search looks hardest there.
+        focus_bytes: The peak that the step will be asked to stay under, if known: the search looks hardest
+            there.
         policy: The rule of what becomes a buffer.
     """
 

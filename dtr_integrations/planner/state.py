@@ -1,11 +1,13 @@
 """The incremental simulator: what one more or one less saved value does, from the cone that it touches.
 
-`GraphState` is `core.simulate` for the canonical schedule of a save set (`schedule_for`), kept up to date: saving or
-dropping a value recomputes only the ops whose place, reader or buffer changes, walking from readers to what they read.
-Sizes over time are then one sort and one cumulative sum over the storages. `StepState` adds the graphs of a step up.
-Both agree with `simulate_graph` and `simulate_step` to the byte (tests, on random graphs).
+`GraphState` is `core.simulate` for the canonical schedule of a save set (`schedule_for`), kept up to date:
+saving or dropping a value recomputes only the ops whose place, reader or buffer changes, walking from readers
+to what they read. Sizes over time are then one sort and one cumulative sum over the storages. `StepState`
+adds the graphs of a step up. Both agree with `simulate_graph` and `simulate_step` to the byte (tests, on
+random graphs).
 
-What it does not do: schedules that recompute a value more than once have no state here; `simulate_graph` scores them.
+What it does not do: schedules that recompute a value more than once have no state here; `simulate_graph`
+scores them.
 """
 
 from __future__ import annotations
@@ -26,16 +28,16 @@ from ..core.simulate import Correction, default_cost_ms, entry_weights, interpol
 __all__ = ["GraphState", "StepState"]
 
 _ABSENT, _RUNS, _HELD = 0, 1, 2
-# What is known of one op in one direction: mode, key (its time), before (the backward op that asks for it), whether a
-# library kernel or the end reads it, how many ops read it, the last two kernels that read it, whether it is a buffer,
-# and the last two kernels in which it runs itself.
+# What is known of one op in one direction: mode, key (its time), before (the backward op that asks for it),
+# whether a library kernel or the end reads it, how many ops read it, the last two kernels that read it,
+# whether it is a buffer, and the last two kernels in which it runs itself.
 _Record = tuple[int, int, int, bool, int, tuple[int, int], bool, tuple[int, int]]
 _NEVER = (-1, -1)
 _Journal = list[tuple[Any, Any, Any]]
 
 
 class _Events:
-    """Births and deaths of storages as arrays: made ones at [0, n), deaths at [n, 2n), deaths of entries at [2n, 3n)."""
+    """Births and deaths of storages: made ones at [0, n), their deaths at [n, 2n), entries' at [2n, 3n)."""
 
     def __init__(self, graph: JointGraph, tables: FusionTables) -> None:
         policy = tables.policy
@@ -140,7 +142,7 @@ class _Side:
         return keys
 
     def record(self, i: int, keep: bool, held: bool) -> _Record:
-        """What op `i` is now, from its readers. `keep`: save it if needed; `held`: (forward) the backward needs it saved."""
+        """What op `i` is now, from its readers. `keep`: saved if needed; `held`: it is (for the forward)."""
         records, kind = self.records, self.kind
         leaves = self.leaves[i] or (self.forward and held)
         before = self.n if leaves else self.n + 1
@@ -193,7 +195,16 @@ class _Side:
             readers=readers,
             kernels=(last >= 0) + (also >= 0),
         )
-        return (_RUNS, key, before, extern, readers, reach, buffer, (key, -1) if buffer or last < 0 else reach)
+        return (
+            _RUNS,
+            key,
+            before,
+            extern,
+            readers,
+            reach,
+            buffer,
+            (key, -1) if buffer or last < 0 else reach,
+        )
 
     def matters(self, i: int, old: _Record, new: _Record) -> bool:
         """Whether what op `i` reads has to be looked at again."""
@@ -242,7 +253,8 @@ class _Side:
 class GraphState:
     """One graph under the canonical schedule of a save set that can be changed value by value.
 
-    `forward_rise_bytes`, `backward_rise_bytes`, `saved_bytes`, `cost_ms` are as in `core.simulate.GraphProfile`.
+    `forward_rise_bytes`, `backward_rise_bytes`, `saved_bytes`, `cost_ms` are as in
+    `core.simulate.GraphProfile`.
     """
 
     def __init__(
@@ -265,7 +277,8 @@ class GraphState:
         self._update(range(len(graph.ops)), range(len(graph.ops)))
         self._journal.clear()
 
-    # -- reading -------------------------------------------------------------------------------------------------
+    # -- reading
+    # -------------------------------------------------------------------------------------------------
 
     def levels(self, direction: RegionKind) -> np.ndarray[Any, np.dtype[np.int64]]:
         """Live bytes above those at entry, at each allocation of the direction, in order of time."""
@@ -315,7 +328,8 @@ class GraphState:
         """The state as an explicit schedule."""
         return schedule_for(self.graph, self.saved())
 
-    # -- changing ------------------------------------------------------------------------------------------------
+    # -- changing
+    # ------------------------------------------------------------------------------------------------
 
     def flip(self, *indices: int) -> None:
         """Save what was not to be saved, and the other way round. Values that must be saved stay so."""
@@ -360,7 +374,7 @@ class GraphState:
             self._walk(self._front, [-i for i in sorted(released, reverse=True)])
 
     def _walk(self, side: _Side, heap: list[int]) -> set[int]:
-        """Bring records up to date from readers to what they read; returns ops whose being held has changed."""
+        """Bring records up to date, from readers to what they read; returns ops that became or were held."""
         heapq.heapify(heap)
         queued = set(heap)
         made: set[int] = set()
@@ -489,7 +503,8 @@ class StepState:
         return best
 
     def excess_bytes(self, target_bytes: int) -> int:
-        """How much lies above `target_bytes`, summed over the allocations of the step: 0 exactly if the peak does not.
+        """How much lies above `target_bytes`, summed over the allocations of the step: 0 exactly if the peak
+        does not.
 
         Smoother than the peak: one of two equal peaks lowered is progress here.
         """
