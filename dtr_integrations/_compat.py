@@ -42,6 +42,7 @@ _NEEDED = {
         "force_save_bw_mutation_src",
         "thread_graphsafe_rng_from_hops",
         "reordering_to_mimic_autograd_engine",
+        "has_recomputable_rng_ops",
         "is_sym_node",
         "is_opaque_node",
         "_is_primal",
@@ -49,7 +50,12 @@ _NEEDED = {
     ),
     "torch._functorch.compile_utils": ("fx_graph_cse",),
     # a fake tensor's storage is a meta storage: its bytes and its death can be seen (torch/_subclasses/fake_tensor.py)
-    "torch._subclasses.fake_tensor": ("FakeTensorMode", "FakeCopyMode", "FakeTensor"),
+    "torch._subclasses.fake_tensor": (
+        "FakeTensorMode",
+        "FakeCopyMode",
+        "FakeTensor",
+        "DataDependentOutputException",
+    ),
 }
 
 
@@ -87,11 +93,17 @@ from torch._inductor import config as inductor_config  # noqa: E402
 from torch._inductor.compile_fx import compile_fx  # noqa: E402
 from torch._inductor.custom_graph_pass import CustomPartitionerFn, get_hash_for_files  # noqa: E402
 from torch._inductor.graph import GraphLowering  # noqa: E402
-from torch._subclasses.fake_tensor import FakeCopyMode, FakeTensor, FakeTensorMode  # noqa: E402
+from torch._subclasses.fake_tensor import (  # noqa: E402
+    DataDependentOutputException,
+    FakeCopyMode,
+    FakeTensor,
+    FakeTensorMode,
+)
 
 __all__ = [
     "COMPILED_ROOT",
     "CustomPartitionerFn",
+    "DataDependentOutputException",
     "FakeCopyMode",
     "FakeTensor",
     "FakeTensorMode",

@@ -10,7 +10,7 @@ from typing import Any
 from torch import fx
 
 from .apply import registry
-from .apply.partitioner import PlanPartitioner
+from .apply.partitioner import PlanPartitioner, planned_options
 from .capture.costs import measured_rates
 from .capture.joint import describe, fingerprint
 from .capture.source import StepSource
@@ -166,15 +166,15 @@ class _Bench:
             return self.default()
         known = self.seen.get(point.schedules)
         if known is None:
-            profile = self._dry(point.schedules).profile
+            run = self._dry(point.schedules)
             known = Certified(
                 schedules=point.schedules,
                 slowdown=point.slowdown,
                 simulated_bytes=point.peak_bytes,
-                profile=profile,
+                profile=run.profile,
             )
             self.seen[point.schedules] = known
-            self._observe(known)
+            self._observe(known, run.fingerprints)
         return known
 
     def run(self, schedules: tuple[GraphSchedule, ...]) -> Certified:
@@ -192,25 +192,27 @@ class _Bench:
         self.rounds += 1
         self.progress(f"certifying plan {self.rounds}")
         with planned_partitioner(schedules, mode=self.mode) as partitioner:
-            return certify(self.source, partitioner, options=self.options)
+            options = planned_options(self.options or {}, is_default=False)
+            return certify(self.source, partitioner, options=options)
 
-    def _observe(self, certified: Certified) -> None:
+    def _observe(self, certified: Certified, fingerprints: Sequence[str]) -> None:
         by_name = {schedule.fingerprint: schedule for schedule in certified.schedules}
-        regions = [r for r in certified.profile.regions if r.graph >= 0]
-        for region in regions:
-            if region.graph >= len(self.captured.step.graphs):
-                raise CertifyError(
-                    "the dry run of the plan met a graph that the capture did not: the step is not the same twice"
-                )
-            graph = self.captured.step.graphs[region.graph]
-            self.observations.append(
-                Observation(
-                    graph=graph,
-                    schedule=by_name[graph.fingerprint],
-                    direction=RegionKind(region.kind),
-                    rise_bytes=region.rise_bytes,
-                )
+        graphs = {graph.fingerprint: graph for graph in self.captured.step.graphs}
+        if unknown := set(fingerprints) - graphs.keys():
+            raise CertifyError(
+                f"the dry run of the plan met {len(unknown)} graph(s) that the capture did not: the step is not the same "
+                "when it is run twice (a Python-side condition that changes from call to call)"
             )
+        self.observations += [
+            Observation(
+                graph=graphs[fingerprints[region.graph]],
+                schedule=by_name[fingerprints[region.graph]],
+                direction=RegionKind(region.kind),
+                rise_bytes=region.rise_bytes,
+            )
+            for region in certified.profile.regions
+            if region.graph >= 0
+        ]
 
 
 def _search_certified(bench: _Bench, problem: Problem, target: int) -> tuple[Certified, Frontier, Correction]:

@@ -18,7 +18,7 @@ from torch import fx, nn
 
 from .apply import registry
 from .apply.dispatch import InPlace
-from .apply.partitioner import PlanPartitioner
+from .apply.partitioner import PlanPartitioner, planned_options
 from .capture.closure import FunctionStep, tensors_of
 from .capture.fake import preserved_randomness
 from .capture.joint import fingerprint
@@ -27,7 +27,7 @@ from .config import DTRConfig
 from .core.peak import PeakReport
 from .core.plan import GraphSchedule, Plan
 from .distributed import Reserve, reserve_for
-from .errors import CaptureError, ConfigError, NothingPlanned, PlanMismatch, PlanWarning
+from .errors import CaptureError, CertifyError, ConfigError, NothingPlanned, PlanMismatch, PlanWarning
 from .measure import (
     PeakLog,
     TracedPeak,
@@ -147,7 +147,7 @@ class BudgetSession:
                     given=read_plan(self.config.plan),
                     progress=self._progress,
                 )
-        except CaptureError as error:
+        except (CaptureError, CertifyError) as error:
             if self.config.fallback == "error":
                 raise
             self._give_up(f"the step could not be captured: {error}")
@@ -289,7 +289,8 @@ class BudgetSession:
         self._registered = registry.register(registry.Entry(decide=self._decide, mode=plan.mode))
         if self._in_place is not None:
             digest = f"{plan.digest}-{plan.budget_bytes}"
-            self._in_place.use(PlanPartitioner(self._registered, digest), self.config.compile_options)
+            options = planned_options(self.config.compile_options, is_default=plan.is_default)
+            self._in_place.use(PlanPartitioner(self._registered, digest), options)
         if self.config.run_dir is not None:
             directory = Path(self.config.run_dir)
             directory.mkdir(parents=True, exist_ok=True)

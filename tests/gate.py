@@ -19,7 +19,9 @@ class Trained:
     states: list[dict[str, torch.Tensor]]
 
 
-def train(model: nn.Module, optimizer: Any, loss_of: Callable[[], torch.Tensor], run: Callable[[Any], Any]) -> Trained:
+def train(
+    model: nn.Module, optimizer: Any, loss_of: Callable[[], torch.Tensor], run: Callable[[Any], Any]
+) -> Trained:
     """`STEPS` optimizer steps from one seed; `run(step)` performs each (a session's `step`, or a plain call)."""
     states: list[dict[str, torch.Tensor]] = []
 

@@ -77,7 +77,9 @@ class Stack(nn.Module):
     def __init__(self, layers: int = 16, width: int = 1024) -> None:
         super().__init__()
         self.layers = nn.ModuleList(nn.Linear(width, width) for _ in range(layers))
-        for layer in self.layers:  # torch's default would shrink signal and gradients to where Adam's eps rules
+        for (
+            layer
+        ) in self.layers:  # torch's default would shrink signal and gradients to where Adam's eps rules
             nn.init.kaiming_normal_(layer.weight, nonlinearity="relu")
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -121,7 +123,9 @@ CASES = {
             "gpt",
             GPT,
             lambda: torch.randint(0, 256, (8, 256)),
-            lambda out: F.cross_entropy(out.flatten(0, 1), out.new_zeros(out.shape[0] * out.shape[1], dtype=torch.long)),
+            lambda out: F.cross_entropy(
+                out.flatten(0, 1), out.new_zeros(out.shape[0] * out.shape[1], dtype=torch.long)
+            ),
         ),
         Case(
             "conv",

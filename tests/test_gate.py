@@ -45,7 +45,9 @@ def planned(name: str, budget_bytes: int, **config: Any) -> tuple[Trained, Any]:
     case = CASES[name]
     model, batch, optimizer = case.build()
     keys = list(model.state_dict())
-    session = dtr_integrations.auto_checkpoint(model, budget=f"{budget_bytes}B", optimizer=optimizer, **config)
+    session = dtr_integrations.auto_checkpoint(
+        model, budget=f"{budget_bytes}B", optimizer=optimizer, **config
+    )
     with session:
         trained = train(model, optimizer, lambda: case.loss(model(batch)), session.step)
     assert list(model.state_dict()) == keys
@@ -107,9 +109,12 @@ def test_below_the_lowest_plan_there_is_one_clear_refusal(name: str) -> None:
     model, batch, optimizer = case.build()
     random_state = torch.get_rng_state()
     before = {key: value.clone() for key, value in model.state_dict().items()}
-    with dtr_integrations.auto_checkpoint(
-        model, budget=f"{plan.static_bytes + 1}B", optimizer=optimizer
-    ) as session, pytest.raises(BudgetInfeasible) as refused:
+    with (
+        dtr_integrations.auto_checkpoint(
+            model, budget=f"{plan.static_bytes + 1}B", optimizer=optimizer
+        ) as session,
+        pytest.raises(BudgetInfeasible) as refused,
+    ):
         session.step(lambda: case.loss(model(batch)).backward())
     error = refused.value
     assert error.lowest_bytes > error.budget_bytes

@@ -51,6 +51,7 @@ def extract(
         num_fwd_outputs=num_forward_outputs,
     )
     _drop_leftovers(backward, forward_names)
+    _compute_early(forward, num_forward_outputs)
     forward, backward = partitioners.raise_getitems(forward), partitioners.raise_getitems(backward)
     forward = partitioners.thread_graphsafe_rng_from_hops(forward, is_backward=False)
     backward = partitioners.thread_graphsafe_rng_from_hops(backward, is_backward=True)
@@ -108,6 +109,38 @@ def _drop_leftovers(backward: fx.GraphModule, forward_names: set[str]) -> None:
         if node.op == "call_function" and node.name in forward_names and not node.users:
             backward.graph.erase_node(node)
     backward.recompile()
+
+
+def _compute_early(forward: fx.GraphModule, num_forward_outputs: int) -> None:
+    """Move ops that serve the backward alone (a saved mask, a slope) right behind their last input.
+
+    They stand at the joint graph's end, where Inductor would compute them all together and hold their inputs until then.
+    """
+    nodes = list(forward.graph.nodes)
+    index = {node: i for i, node in enumerate(nodes)}
+    outputs = pytree.tree_leaves(nodes[-1].args)
+    needed: set[fx.Node] = set()
+    todo = [leaf for leaf in outputs[:num_forward_outputs] if isinstance(leaf, fx.Node)]
+    while todo:
+        node = todo.pop()
+        if node not in needed:
+            needed.add(node)
+            todo += node.all_input_nodes
+    # (position of the last needed op that it waits for, own position): inputs always sort before their readers.
+    key: dict[fx.Node, tuple[int, int]] = {}
+    for node in nodes:
+        own = index[node]
+        waits = [key[n][0] for n in node.all_input_nodes if n.op != "placeholder"]
+        key[node] = (
+            (max(waits), own + 1) if node not in needed and node.op == "call_function" and waits else (own, 0)
+        )
+    last = nodes[0]
+    for node in sorted(nodes, key=key.__getitem__):
+        if node is not last and node is not last.next:
+            last.append(node)
+        last = node
+    forward.graph.lint()
+    forward.recompile()
 
 
 def _backward_ops(nodes: list[fx.Node]) -> set[fx.Node]:

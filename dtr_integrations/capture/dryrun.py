@@ -2,7 +2,7 @@
 
 Inductor ends in the source of a Python wrapper, `call(args)`, that states every allocation (`empty_strided_*`), every
 reuse and every `del`, between launches of kernels. Here that source is executed with the launches replaced by nothing and
-the allocations made on fake tensors, so a `CountingFakeMode` sees the exact life of every buffer. It is the very code
+the allocations made on fake tensors, so a `StorageCounter` sees the exact life of every buffer. It is the very code
 that will run: fusion, buffer reuse and in-place updates are decided by then, which no model of the graph can promise.
 
 Blind spots: scratch memory inside library kernels (a convolution's workspace), and numpy.
@@ -20,7 +20,7 @@ from unittest import mock
 import torch
 
 from .._compat import GraphLowering
-from .fake import CountingFakeMode
+from .fake import StorageCounter
 
 Call = Callable[[list[Any]], Any]
 
@@ -69,7 +69,7 @@ def _nothing(*args: Any, **kwargs: Any) -> None:
 
 
 def dry_call(source: str, constants: dict[str, Any]) -> Call:
-    """`call(args)` of a wrapper's source, to be run under a `CountingFakeMode`."""
+    """`call(args)` of a wrapper's source, to be run under a `StorageCounter`."""
     scope: dict[str, Any] = {"__name__": "dtr_dry_wrapper", "_dtr_no_kernels": _NoKernels}
     source = source.replace("AsyncCompile()", "_dtr_no_kernels()")
     exec(compile(source, "<inductor wrapper, dry>", "exec"), scope)
@@ -86,19 +86,19 @@ def dry_call(source: str, constants: dict[str, Any]) -> Call:
 
 
 @contextlib.contextmanager
-def dry_codegen(mode: CountingFakeMode, generated: Callable[[GraphLowering, Call], Call]) -> Iterator[None]:
+def dry_codegen(counter: StorageCounter, generated: Callable[[GraphLowering, Call], Call]) -> Iterator[None]:
     """Inside the block Inductor generates code but compiles and loads none.
 
     `generated(lowering, call)` gets each lowered graph with its dry `call` and returns the `call` to use instead.
     """
 
     def compile_to_module(self: GraphLowering) -> Any:
-        counting, mode.counting = mode.counting, False
+        counting, counter.counting = counter.counting, False
         try:
             wrapper, _ = self.codegen_with_cpp_wrapper() if self.cpp_wrapper else self.codegen()
             call = dry_call(wrapper.value, dict(self.constants))
         finally:
-            mode.counting = counting
+            counter.counting = counting
         module = types.SimpleNamespace(__file__="<dry>", call=generated(self, call))
         self.cache_key, self.cache_path, self.cache_linemap = "dry", None, []
         return module

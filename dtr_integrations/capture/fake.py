@@ -1,7 +1,7 @@
 """A world of fake tensors whose every storage is counted from birth to death.
 
 A fake tensor has a shape, a dtype and a (meta) storage but no data: creating, viewing and dropping one is what the real
-program does to the allocator, at no cost. `CountingFakeMode` writes each storage into a `core.ledger.Ledger`: born when
+program does to the allocator, at no cost. `StorageCounter` writes each storage into a `core.ledger.Ledger`: born when
 an op first returns it, dead when nothing holds it any more (a weak reference on the storage, which outlives the Python
 object as long as C++ holds the storage, e.g. in autograd's saved tensors).
 """
@@ -18,33 +18,44 @@ from typing import Any
 import torch
 from torch.utils import _pytree as pytree
 
-from .._compat import FakeCopyMode, FakeTensor, FakeTensorMode
+from .._compat import DataDependentOutputException, FakeCopyMode, FakeTensor, FakeTensorMode
 from ..core.ledger import Ledger
 from ..errors import CaptureError
+from .stand_ins import StandIns
 
 
-class CountingFakeMode(FakeTensorMode):  # type: ignore[misc, unused-ignore]
-    """FakeTensorMode that reports storages. Only what the outermost op returns counts: what a decomposition makes on
-    the way to a fake result exists in no real kernel."""
+class StorageCounter:
+    """A `FakeTensorMode` (`mode`) that reports storages to a ledger.
+
+    Only what the outermost op returns counts: what a decomposition makes on the way to a fake result exists in no real
+    kernel. The mode's `dispatch` is wrapped on the instance: higher-order ops look their rule up by the mode's exact type,
+    so a subclass would have none.
+    """
 
     def __init__(self, ledger: Ledger) -> None:
-        super().__init__(allow_non_fake_inputs=False)
         self.ledger = ledger
         self.counting = True
         self._depth = 0
+        self._stand_ins = StandIns()
         self._watched: dict[int, weakref.ref[Any]] = {}
+        self.mode = FakeTensorMode(allow_non_fake_inputs=False)
+        self._inner = self.mode.dispatch
+        self.mode.dispatch = self._dispatch
+        # Dynamo skips every frame while a dispatch mode is active unless the mode says that it does not mind.
+        self.mode.ignore_compile_internals = lambda: True
 
-    @classmethod
-    def ignore_compile_internals(cls) -> bool:
-        """Dynamo skips every frame while a dispatch mode is active unless the mode says that it does not mind."""
-        return True
-
-    def dispatch(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def _dispatch(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         self._depth += 1
         try:
-            out = super().dispatch(func, types, args, kwargs or {})
+            out = self._inner(func, types, args, kwargs or {})
+        except DataDependentOutputException:
+            if func is not torch.ops.aten._local_scalar_dense.default:
+                raise
+            return self._stand_ins.number(args[0])
         finally:
             self._depth -= 1
+        if not self._depth:
+            self._stand_ins.follow(func, args, out)
         if self.counting and not self._depth:
             for leaf in pytree.tree_leaves(out):
                 if isinstance(leaf, FakeTensor):
@@ -77,7 +88,8 @@ class FakeWorld:
 
     def __init__(self) -> None:
         self.ledger = Ledger()
-        self.mode = CountingFakeMode(self.ledger)
+        self.counter = StorageCounter(self.ledger)
+        self.mode = self.counter.mode
         self._memo: dict[int, Any] = {}
 
     def copy(self, thing: Any, *, shared: tuple[Any, ...] = ()) -> Any:

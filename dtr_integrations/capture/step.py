@@ -30,8 +30,8 @@ from ..core.profile import RegionProfile, StepProfile
 from ..errors import CaptureError
 from .costs import Rates, measured_rates
 from .dryrun import Call, buffer_names, dry_codegen
-from .fake import CountingFakeMode, FakeWorld
-from .joint import Draft, canonical, describe, saved_indices
+from .fake import StorageCounter, FakeWorld
+from .joint import Draft, canonical, describe, fingerprint, saved_indices
 from .source import FakeStep, StepSource
 
 _STATIC_KINDS = ("parameters", "buffers", "optimizer", "batch")
@@ -52,7 +52,7 @@ class Recorder(CustomPartitionerFn):  # type: ignore[misc, unused-ignore]
     def __init__(self, rates: Rates, *, strictnesses: bool = True) -> None:
         self.rates = rates
         self.strictnesses = strictnesses
-        self.drafts: list[Draft] = []
+        self.drafts: dict[str, Draft] = {}  # by fingerprint, in the order of their first appearance
 
     def __call__(self, gm: Any, joint_inputs: Any, **kwargs: Any) -> Any:
         num_forward_outputs = kwargs["num_fwd_outputs"]
@@ -72,7 +72,7 @@ class Recorder(CustomPartitionerFn):  # type: ignore[misc, unused-ignore]
             with torch._functorch.config.patch(options):
                 _, other = partitioners.min_cut_rematerialization_partition(copy, joint_inputs, **kwargs)
             draft.save_sets[name] = saved_indices(other, draft)
-        self.drafts.append(draft)
+        self.drafts.setdefault(draft.fingerprint, draft)
         return forward, backward
 
     def uuid(self) -> Any:
@@ -94,6 +94,7 @@ class _Compiled:
     """One joint graph during the dry run: how often its two halves ran, and what is open."""
 
     index: int
+    fingerprint: str
     num_forward_outputs: int
     draft: Draft | None
     calls: int = 0
@@ -106,21 +107,30 @@ class _Watcher:
     def __init__(self, world: FakeWorld) -> None:
         self.world = world
         self.graphs: list[_Compiled] = []
+        self._split_last: _Compiled | None = None
         self.by_lowering: dict[Any, _Compiled] = {}
         self.regions: list[RegionProfile] = []
         self._started: tuple[str, int, int, int] | None = None
 
-    def partitioned(self, num_forward_outputs: int, draft: Draft | None) -> None:
-        self.graphs.append(
-            _Compiled(index=len(self.graphs), num_forward_outputs=num_forward_outputs, draft=draft)
-        )
+    def partitioned(self, fingerprint: str, num_forward_outputs: int, draft: Draft | None) -> None:
+        """A joint graph was split. One that was split before (a recompile for another reason) is the same graph."""
+        known = next((g for g in self.graphs if g.fingerprint == fingerprint), None)
+        if known is None:
+            known = _Compiled(
+                index=len(self.graphs),
+                fingerprint=fingerprint,
+                num_forward_outputs=num_forward_outputs,
+                draft=draft,
+            )
+            self.graphs.append(known)
+        self._split_last = known
 
     def generated(self, lowering: GraphLowering, call: Call) -> Call:
         """Wrap a dry call so that it is a region. Graphs without a backward belong to the eager region around them."""
-        if lowering.is_inference or not self.graphs:
+        if lowering.is_inference or self._split_last is None:
             return call
         if not lowering.is_backward:
-            self.by_lowering[lowering.graph_id] = self.graphs[-1]
+            self.by_lowering[lowering.graph_id] = self._split_last
         graph = self.by_lowering[lowering.graph_id]
         if graph.draft is not None:
             names = buffer_names(lowering)
@@ -218,7 +228,7 @@ class _Watcher:
             if key in seen or self._kind_of(tensor) in _STATIC_KINDS:
                 continue
             seen.add(key)
-            self.world.mode.label(tensor, "saved activations")
+            self.world.counter.label(tensor, "saved activations")
             total += tensor.untyped_storage().nbytes()
         return total
 
@@ -230,9 +240,11 @@ class _Observed(CustomPartitionerFn):  # type: ignore[misc, unused-ignore]
         self.inner, self.watcher = inner, watcher
 
     def __call__(self, gm: Any, joint_inputs: Any, **kwargs: Any) -> Any:
+        outputs = kwargs["num_fwd_outputs"]
+        name = fingerprint(canonical(torch.fx.GraphModule(gm, copied_graph(gm.graph))), outputs)
         out = self.inner(gm, joint_inputs, **kwargs)
-        draft = self.inner.drafts[-1] if isinstance(self.inner, Recorder) else None
-        self.watcher.partitioned(kwargs["num_fwd_outputs"], draft)
+        drafts = self.inner.drafts if isinstance(self.inner, Recorder) else {}
+        self.watcher.partitioned(name, outputs, drafts.get(name))
         return out
 
     def uuid(self) -> Any:
@@ -246,6 +258,7 @@ class DryRun:
     profile: StepProfile
     static: StaticMemory
     called: tuple[str, ...]  # target modules that the step really called
+    fingerprints: tuple[str, ...]  # of the graphs, by the index that regions use
 
 
 def dry_step(
@@ -266,21 +279,21 @@ def dry_step(
     called: list[str] = []
     with contextlib.ExitStack() as stack:
         step = _built(source, world)
-        _label_static(world.mode, step)
+        _label_static(world.counter, step)
         stack.enter_context(_compiled(step, observed, options or {}, called))
-        stack.enter_context(dry_codegen(world.mode, watcher.generated))
+        stack.enter_context(dry_codegen(world.counter, watcher.generated))
         stack.enter_context(_no_caches())
         stack.enter_context(_quiet())
         stack.enter_context(world.active())
         for _ in range(warm_up_steps):
             _run(step)
-        _label_static(world.mode, step)
+        _label_static(world.counter, step)
         gc.collect()  # cycles that the warm-up left (autograd graphs in frames) would count as live
         world.ledger.restart()
         watcher.reset()
         before = dict(world.ledger.live_by_kind())
         _run(step)
-        _label_gradients(world.mode, step)
+        _label_gradients(world.counter, step)
         watcher.end()
         static = StaticMemory(
             parameter_bytes=before.get("parameters", 0),
@@ -297,7 +310,12 @@ def dry_step(
             timeline=tuple(world.ledger.curve),
         )
         del step
-    return DryRun(profile=profile, static=static, called=tuple(dict.fromkeys(called)))
+    return DryRun(
+        profile=profile,
+        static=static,
+        called=tuple(dict.fromkeys(called)),
+        fingerprints=tuple(graph.fingerprint for graph in watcher.graphs),
+    )
 
 
 def _built(source: StepSource, world: FakeWorld) -> FakeStep:
@@ -306,7 +324,9 @@ def _built(source: StepSource, world: FakeWorld) -> FakeStep:
     except CaptureError:
         raise
     except Exception as error:
-        raise CaptureError(f"the step cannot be copied for planning: {type(error).__name__}: {error}") from error
+        raise CaptureError(
+            f"the step cannot be copied for planning: {type(error).__name__}: {error}"
+        ) from error
 
 
 def _run(step: FakeStep) -> None:
@@ -368,26 +388,26 @@ def _quiet() -> Iterator[None]:
         yield
 
 
-def _label_static(mode: CountingFakeMode, step: FakeStep) -> None:
+def _label_static(counter: StorageCounter, step: FakeStep) -> None:
     for parameter in step.model.parameters():
-        mode.label(parameter, "parameters")
+        counter.label(parameter, "parameters")
     for buffer in step.model.buffers():
-        mode.label(buffer, "buffers")
+        counter.label(buffer, "buffers")
     for optimizer in step.optimizers:
         for state in optimizer.state.values():
             for leaf in pytree.tree_leaves(state):
                 if isinstance(leaf, torch.Tensor):
-                    mode.label(leaf, "optimizer")
+                    counter.label(leaf, "optimizer")
     for leaf in pytree.tree_leaves(step.batch):
         if isinstance(leaf, torch.Tensor):
-            mode.label(leaf, "batch")
-    _label_gradients(mode, step)
+            counter.label(leaf, "batch")
+    _label_gradients(counter, step)
 
 
-def _label_gradients(mode: CountingFakeMode, step: FakeStep) -> None:
+def _label_gradients(counter: StorageCounter, step: FakeStep) -> None:
     for parameter in step.model.parameters():
         if parameter.grad is not None:
-            mode.label(parameter.grad, "gradients")
+            counter.label(parameter.grad, "gradients")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -410,11 +430,12 @@ def capture(source: StepSource, *, options: dict[str, Any] | None = None, device
             call=r.call,
             base_bytes=r.entry_bytes - r.saved_bytes,
             rise_bytes=r.rise_bytes,
+            open_bytes=r.saved_bytes,
         )
         for r in run.profile.regions
     )
     step = StepGraph(
-        graphs=tuple(draft.finish() for draft in recorder.drafts),
+        graphs=tuple(draft.finish() for draft in recorder.drafts.values()),
         regions=regions,
         static=run.static,
         default_peak_bytes=run.profile.peak_bytes,

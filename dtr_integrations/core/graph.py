@@ -34,7 +34,9 @@ class Phase(StrEnum):
     INPUT = "input"
     FORWARD = "forward"  # needed by the forward's outputs; may be run again in the backward if `replayable`
     BACKWARD = "backward"  # depends on a tangent: runs once, in the backward
-    FREE = "free"  # depends on no tangent and feeds no forward output: runs where it is needed (in the backward)
+    FREE = (
+        "free"  # depends on no tangent and feeds no forward output: runs where it is needed (in the backward)
+    )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -53,7 +53,9 @@ class Plan:
     slowdown: float
     schedule: tuple[GraphSchedule, ...]
     slowdown_lower_bound: float | None = None
-    simulated_bytes: int | None = None  # what the search tier thought the peak would be: stated beside the exact one
+    simulated_bytes: int | None = (
+        None  # what the search tier thought the peak would be: stated beside the exact one
+    )
     breakdown: dict[str, int] = field(default_factory=dict)
     reserve: dict[str, int] = field(default_factory=dict)
     mode: str = "schedule"
@@ -109,7 +111,11 @@ class Plan:
         except (KeyError, TypeError, ValueError) as error:
             if isinstance(error, PlanMismatch):
                 raise
-            raise PlanMismatch(f"not a plan written by this package: {error!r}. Make one with plan(...).to_json()") from error
+            raise PlanMismatch(
+                f"not a plan written by this package: {error!r}. Make one with plan(...).to_json()"
+            ) from error
         if plan.digest != stated:
-            raise PlanMismatch(f"the plan was edited: its digest says {stated}, its schedules hash to {plan.digest}")
+            raise PlanMismatch(
+                f"the plan was edited: its digest says {stated}, its schedules hash to {plan.digest}"
+            )
         return plan
