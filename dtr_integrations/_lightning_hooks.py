@@ -13,6 +13,7 @@ from .config import DTRConfig
 from .core.peak import PeakReport
 from .core.plan import Plan
 from .errors import ConfigError
+from .measure import live_bytes, tensors_in
 from .session import BudgetSession
 
 
@@ -74,6 +75,7 @@ class AutoCheckpointHooks:
         self._trace: Any = None
         self._targets: tuple[str, ...] | None = None
         self._steps_seen = 0
+        self._planned_bytes = 0
 
     @property
     def plan(self) -> Plan | None:
@@ -114,7 +116,8 @@ class AutoCheckpointHooks:
                 self._targets = tuple(self.config.targets or step.called())
                 session.install(_modules(pl_module, self._targets))
             session.prepare(dataclasses.replace(step, targets=self._targets))
-        if session.should_measure(last_step=1 if _is_one_step(trainer) else None):
+            self._planned_bytes = live_bytes(tensors_in(batch))
+        if session.should_measure(last_step=1 if _is_one_step(trainer) else None) and self._is_typical(batch):
             self._trace = session.open_trace(batch)
 
     def on_train_batch_end(
@@ -148,6 +151,12 @@ class AutoCheckpointHooks:
         self._close()
 
     # -- inside ----------------------------------------------------------------------------------------------
+
+    def _is_typical(self, batch: Any) -> bool:
+        """Not smaller than the planned batch, as an epoch's last may be. Any, if a measurement is overdue."""
+        assert self.session is not None
+        overdue = self.session.step_count >= 2 and not self.session.reports
+        return overdue or live_bytes(tensors_in(batch)) >= self._planned_bytes
 
     def _abandon(self) -> None:
         if self._trace is not None:  # a batch that was begun and never ended

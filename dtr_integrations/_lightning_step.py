@@ -70,8 +70,17 @@ class LightningStep:
         )
 
     def called(self) -> tuple[str, ...]:
-        """What to compile: the outermost modules that the step calls. Metrics are left alone."""
-        return called_modules(self, leave_alone=is_metric, outside_only=_NOT_COMPILABLE)
+        """What to compile: the outermost modules that the step calls. Metrics are left alone.
+
+        Never the LightningModule itself under a wrapper such as DDP: Lightning reroutes `training_step`
+        through the wrapper by putting it in the place of the module's `forward`.
+        """
+        return called_modules(
+            self,
+            leave_alone=is_metric,
+            outside_only=_NOT_COMPILABLE,
+            may_be_whole=self.trainer.strategy.model is self.module,
+        )
 
 
 def _automatic(trainer: Any, batch: Any) -> Callable[[], None]:

@@ -21,6 +21,7 @@ def called_modules(
     *,
     leave_alone: Callable[[nn.Module], bool] = lambda module: False,
     outside_only: Sequence[str] = (),
+    may_be_whole: bool = True,
 ) -> tuple[str, ...]:
     """Names of the outermost modules with parameters that the step calls with gradients on, in order.
 
@@ -31,8 +32,8 @@ def called_modules(
         source: the step.
         leave_alone: modules that are not to be compiled, whatever they call.
         outside_only: names of methods of the model that cannot be compiled. If the model's own `forward`
-        calls
-            one, the modules that the `forward` calls stand in its place.
+            calls one, the modules that the `forward` calls stand in its place.
+        may_be_whole: False: they stand in its place in any case.
 
     Returns:
         Possibly nothing; also when the step cannot be run without data (the capture then says why).
@@ -41,6 +42,8 @@ def called_modules(
     try:
         step = source.build(world)
         calls = _Calls(step.model, leave_alone)
+        if not may_be_whole:
+            calls.transparent.add("")
         for name in outside_only:
             calls.note_use(name)
         with world.active(), calls.watched():
