@@ -1,7 +1,8 @@
 """Every private name of torch that this package relies on, probed when this module is imported.
 
-Each is listed with what it is for and the versions on which it was tried. A torch version that is not in `TESTED` but
-has all of them gets one warning; one that lacks any is refused with their names (`UnsupportedTorch`).
+Each is listed with what it is for and the versions on which it was tried. A torch version that is not in
+`TESTED` but has all of them gets one warning; one that lacks any is refused with their names
+(`UnsupportedTorch`).
 
 Upstream links: github.com/pytorch/pytorch, folders torch/_inductor, torch/_functorch, torch/_dynamo.
 """
@@ -23,7 +24,8 @@ TESTED = ("2.13",)
 _NEEDED = {
     # the public route to a partitioner of one's own, and what it gets (torch/_inductor/custom_graph_pass.py)
     "torch._inductor.custom_graph_pass": ("CustomPartitionerFn", "get_hash_for_files"),
-    # compile_fx(config_patches=...) carries the partitioner into the lazily compiled backward (torch/_inductor/compile_fx.py)
+    # compile_fx(config_patches=...) carries the partitioner into the lazily compiled backward
+    # (torch/_inductor/compile_fx.py)
     "torch._inductor.compile_fx": ("compile_fx",),
     # the dry run takes Inductor's wrapper source before any kernel is compiled (torch/_inductor/graph.py)
     "torch._inductor.graph": ("GraphLowering",),
@@ -49,7 +51,8 @@ _NEEDED = {
         "_is_tangent",
     ),
     "torch._functorch.compile_utils": ("fx_graph_cse",),
-    # a fake tensor's storage is a meta storage: its bytes and its death can be seen (torch/_subclasses/fake_tensor.py)
+    # a fake tensor's storage is a meta storage: its bytes and its death can be seen
+    # (torch/_subclasses/fake_tensor.py)
     "torch._subclasses.fake_tensor": (
         "FakeTensorMode",
         "FakeCopyMode",
@@ -78,7 +81,8 @@ def _probe() -> None:
         )
     if not version.startswith(tuple(f"{v}." for v in TESTED)):
         warnings.warn(
-            f"torch {version} is untested with this version of dtr_integrations (tested: {', '.join(TESTED)}). "
+            f"torch {version} is untested with this version of dtr_integrations "
+            f"(tested: {', '.join(TESTED)}). "
             "Everything it needs was found; check the measured peaks that it logs.",
             PlanWarning,
             stacklevel=3,
@@ -108,9 +112,10 @@ __all__ = [
     "FakeTensor",
     "FakeTensorMode",
     "GraphLowering",
+    "canonical",
     "compile_call",
     "compile_fx",
-    "fx_graph_cse",
+    "copied_graph",
     "get_hash_for_files",
     "inductor_config",
     "partitioners",
@@ -120,9 +125,10 @@ __all__ = [
 def compile_call(call: Callable[..., Any], backend: Callable[..., Any]) -> Callable[..., Any]:
     """`torch.compile` of a module's bound `_call_impl`, behind an entry frame of its own.
 
-    Dynamo skips frames of torch's own classes (`nn.Sequential` compiled in place gives no graph), so something has to
-    stand in front of them. It keys its cache by code object, so the frame gets one of its own; `isolate_recompiles`
-    (torch 2.12 on) keeps the recompile limit apart as well. Shapes are static: each shape is a graph of its own.
+    Dynamo skips frames of torch's own classes (`nn.Sequential` compiled in place gives no graph), so
+    something has to stand in front of them. It keys its cache by code object, so the frame gets one of its
+    own; `isolate_recompiles` (torch 2.12 on) keeps the recompile limit apart as well. Shapes are static: each
+    shape is a graph of its own.
     """
 
     def planned_module(*args: Any, **kwargs: Any) -> Any:
@@ -132,6 +138,24 @@ def compile_call(call: Callable[..., Any], backend: Callable[..., Any]) -> Calla
     known = inspect.signature(torch.compile).parameters
     options = {"isolate_recompiles": True} if "isolate_recompiles" in known else {}
     return torch.compile(planned_module, backend=backend, dynamic=False, **options)
+
+
+def copied_graph(graph: torch.fx.Graph) -> torch.fx.Graph:
+    """A copy with its output and that output's meta; nodes keep their names."""
+    new = torch.fx.Graph()
+    new.output(new.graph_copy(graph, {})).meta = dict(next(iter(graph.find_nodes(op="output"))).meta)
+    return new
+
+
+def canonical(gm: torch.fx.GraphModule) -> torch.fx.GraphModule:
+    """A copy without dead code and common subexpressions, as torch's own partitioner begins.
+
+    The form in which joint graphs are described, hashed and scheduled, at capture and at the real compile.
+    """
+    joint = torch.fx.GraphModule(gm, copied_graph(gm.graph))
+    joint.graph.eliminate_dead_code()
+    joint.graph = fx_graph_cse(joint.graph)
+    return joint
 
 
 # How Dynamo names the module that `compile_call` compiles, in `nn_module_stack`.

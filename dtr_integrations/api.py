@@ -25,8 +25,8 @@ def auto_checkpoint(
         ...                       # train as before; or: session.step(one_whole_step)
         session.close()
 
-    The module is compiled in place (`state_dict` keys do not change); the first training call plans, before it runs.
-    Evaluation and `no_grad` calls run eagerly.
+    The module is compiled in place (`state_dict` keys do not change); the first training call plans, before
+    it runs. Evaluation and `no_grad` calls run eagerly.
 
     Args:
         model: the module that the training loop calls.
@@ -65,10 +65,12 @@ def plan(
 
     Args:
         model: in training mode or not (it is planned as if training; the flag is left as it is).
-        example_inputs: a tensor, a tuple of positional or a dict of keyword arguments, real or on the meta device.
+        example_inputs: a tensor, a tuple of positional or a dict of keyword arguments, real or on the meta
+            device.
         budget: as for `auto_checkpoint`.
         optimizer: its state and step are counted; None: no optimizer.
-        loss_fn: scalar tensor of the model's output. None: the output's `.loss`, else the output if it is a scalar, else
+        loss_fn: scalar tensor of the model's output. None: the output's `.loss`, else the output if it is a
+            scalar, else
             the mean of its first floating tensor in float32.
         strategy, world_size: one rank only in this version (`None`, 1).
         device: the device to plan for; default: the model's.
@@ -113,8 +115,8 @@ def frontier(
 ) -> Frontier:
     """Every plan worth having: (peak bytes, slowdown), fastest to lowest. Arguments as for `plan`.
 
-    `.points` ascend in bytes and descend in slowdown; `.at(budget_bytes)` is the fastest within that many bytes. Peaks are
-    the search tier's; `plan` certifies the one it returns.
+    `.points` ascend in bytes and descend in slowdown; `.at(budget_bytes)` is the fastest within that many
+    bytes. Peaks are the search tier's; `plan` certifies the one it returns.
     """
     from .pipeline import make_frontier
 
@@ -156,7 +158,8 @@ def _question(
     _check_module(model)
     if strategy is not None or world_size != 1:
         raise ConfigError(
-            f"strategy={strategy!r}, world_size={world_size!r}: this version plans one rank (strategy=None, world_size=1)"
+            f"strategy={strategy!r}, world_size={world_size!r}: this version plans one rank "
+            "(strategy=None, world_size=1)"
         )
     place = torch.device(device) if device is not None else next((p.device for p in model.parameters()), None)
     place = place if place is not None and place.type != "meta" else torch.device("cpu")

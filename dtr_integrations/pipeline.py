@@ -34,7 +34,8 @@ Progress = Callable[[str], None]
 
 @dataclass(frozen=True, kw_only=True)
 class Planned:
-    """A plan with all that led to it. `profile` is the exact dry run of the plan, `rounds` the plans certified."""
+    """A plan with all that led to it. `profile` is the exact dry run of the plan, `rounds` the plans
+    certified."""
 
     plan: Plan
     captured: Captured
@@ -63,8 +64,9 @@ def make_plan(
 ) -> Planned:
     """Plan one step under `budget_bytes` (the rank's total; the reserve comes off it).
 
-    Raises `BudgetInfeasible` with the lowest reachable bytes when nothing fits (`best_effort`: returns the lowest plan),
-    `PlanMismatch` when `given` (a plan made earlier) is not for this step, `CaptureError` when the step cannot be captured.
+    Raises `BudgetInfeasible` with the lowest reachable bytes when nothing fits (`best_effort`: returns the
+    lowest plan), `PlanMismatch` when `given` (a plan made earlier) is not for this step, `CaptureError` when
+    the step cannot be captured.
     """
     clock = _Clock()
     progress("capturing the training step")
@@ -119,14 +121,16 @@ def make_frontier(
     options: dict[str, Any] | None = None,
     focus_bytes: int | None = None,
 ) -> Frontier:
-    """Capture the step and search it whole; peaks are the search tier's (exact for the default). Raises `CaptureError`."""
+    """Capture the step and search it whole; peaks are the search tier's (exact for the default). Raises
+    `CaptureError`."""
     captured = capture(source, options=options, device=device)
     return search(Problem(step=captured.step, correction=calibrate(captured.step), focus_bytes=focus_bytes))
 
 
 @dataclass(frozen=True, kw_only=True)
 class Certified:
-    """One plan with its exact peak; `slowdown` is modelled, `simulated_bytes` what the search tier had thought."""
+    """One plan with its exact peak; `slowdown` is modelled, `simulated_bytes` what the search tier had
+    thought."""
 
     schedules: tuple[GraphSchedule, ...]
     slowdown: float
@@ -200,8 +204,8 @@ class _Bench:
         graphs = {graph.fingerprint: graph for graph in self.captured.step.graphs}
         if unknown := set(fingerprints) - graphs.keys():
             raise CertifyError(
-                f"the dry run of the plan met {len(unknown)} graph(s) that the capture did not: the step is not the same "
-                "when it is run twice (a Python-side condition that changes from call to call)"
+                f"the dry run of the plan met {len(unknown)} graph(s) that the capture did not: the step is "
+                "not the same when it is run twice (a Python-side condition that changes from call to call)"
             )
         self.observations += [
             Observation(
@@ -240,7 +244,8 @@ def _search_certified(bench: _Bench, problem: Problem, target: int) -> tuple[Cer
         frontier = search(replace(problem, correction=correction))
     if best is not None:
         return best, frontier, correction
-    # The simulator may stay wrong at the very bottom: what it calls lowest is the last word only after a dry run.
+    # The simulator may stay wrong at the very bottom: what it calls lowest is the last word only after a dry
+    # run.
     certified = bench.point(frontier.lowest)
     assert lowest is not None
     return min(lowest, certified, key=lambda c: c.peak_bytes), frontier, correction
@@ -270,9 +275,9 @@ def plan_unknown(
 ) -> tuple[GraphSchedule, int, float]:
     """A schedule for a graph that the plan does not know, with the budget that the step leaves it.
 
-    The rest of the step is taken to be as captured, and the new graph to stand in the place of the largest known one.
-    Not certified (the step around it is not known): the search tier's peak, less the error it had on the known plan.
-    Returns (schedule, simulated peak bytes, slowdown).
+    The rest of the step is taken to be as captured, and the new graph to stand in the place of the largest
+    known one. Not certified (the step around it is not known): the search tier's peak, less the error it had
+    on the known plan. Returns (schedule, simulated peak bytes, slowdown).
     """
     draft = describe(joint, num_outputs, static, measured_rates(device))
     draft.default_saved = _default_saved(joint, num_outputs, static, draft)
@@ -289,9 +294,8 @@ def plan_unknown(
 
 
 def _default_saved(joint: fx.GraphModule, num_outputs: int, static: Any, draft: Any) -> tuple[int, ...]:
-    from ._compat import partitioners
+    from ._compat import copied_graph, partitioners
     from .capture.joint import saved_indices
-    from .capture.step import copied_graph
 
     copy = fx.GraphModule(joint, copied_graph(joint.graph))
     _, backward = partitioners.min_cut_rematerialization_partition(
@@ -301,7 +305,8 @@ def _default_saved(joint: fx.GraphModule, num_outputs: int, static: Any, draft: 
 
 
 def _step_with(step: StepGraph, graph: JointGraph) -> StepGraph:
-    """The captured step with `graph` in the place of its largest graph (by bytes saved); its rises are then simulated."""
+    """The captured step with `graph` in the place of its largest graph (by bytes saved); its rises are then
+    simulated."""
     from .core.simulate import simulate_step
 
     sizes = [sum(g.value_bytes(i) for i in g.default_saved) for g in step.graphs]
@@ -329,7 +334,8 @@ def _given_schedules(plan: Plan, step: StepGraph) -> tuple[GraphSchedule, ...]:
         )
         raise PlanMismatch(
             f"the plan was made for another step: {len(known & captured)} of {len(known)} graphs match "
-            f"(this step has {len(captured)}). The model, its shapes, dtypes or the compile options differ; plan again.",
+            f"(this step has {len(captured)}). The model, its shapes, dtypes or the compile options differ; "
+            "plan again.",
             differences=differences,
         )
     return plan.schedule

@@ -1,6 +1,8 @@
-"""The lifecycle of one run under a budget: install, plan before the first real forward, measure, compare, restore.
+"""The lifecycle of one run under a budget: install, plan before the first real forward, measure, compare,
+restore.
 
-An adapter supplies a `StepSource` (how one step is run) and says when a step begins and ends; everything else is here.
+An adapter supplies a `StepSource` (how one step is run) and says when a step begins and ends; everything else
+is here.
 """
 
 from __future__ import annotations
@@ -86,7 +88,8 @@ class BudgetSession:
         self._settled = False  # planned, or given up on
         self._log: PeakLog | None = None
 
-    # -- what users read ---------------------------------------------------------------------------------------------
+    # -- what users read
+    # ---------------------------------------------------------------------------------------------
 
     @property
     def plan(self) -> Plan | None:
@@ -101,7 +104,8 @@ class BudgetSession:
             self._budget_bytes = self.config.budget_bytes(total)
             if self._budget_bytes > total:
                 warnings.warn(
-                    f"the budget {self.config.budget!r} is above what {self.device} has ({format_bytes(total)})",
+                    f"the budget {self.config.budget!r} is above the total of {self.device}: "
+                    f"{format_bytes(total)}",
                     PlanWarning,
                     stacklevel=2,
                 )
@@ -114,7 +118,8 @@ class BudgetSession:
 
         return session_text(self.planned, self.reports)
 
-    # -- lifecycle ---------------------------------------------------------------------------------------------------
+    # -- lifecycle
+    # ---------------------------------------------------------------------------------------------------
 
     @property
     def needs_plan(self) -> bool:
@@ -130,8 +135,9 @@ class BudgetSession:
     def prepare(self, source: StepSource) -> None:
         """Plan the step that `source` describes and compile by it from now on. Before any real forward.
 
-        Raises `BudgetInfeasible`, `PlanMismatch`; `CaptureError` only with `fallback="error"`, otherwise the modules run
-        eagerly with a `NothingPlanned` warning. The model, gradients and random state are as before in every case.
+        Raises `BudgetInfeasible`, `PlanMismatch`; `CaptureError` only with `fallback="error"`, otherwise the
+        modules run eagerly with a `NothingPlanned` warning. The model, gradients and random state are as
+        before in every case.
         """
         self._settled = True
         try:
@@ -175,7 +181,8 @@ class BudgetSession:
     def __exit__(self, *exc: object) -> None:
         self.close()
 
-    # -- measuring ---------------------------------------------------------------------------------------------------
+    # -- measuring
+    # ---------------------------------------------------------------------------------------------------
 
     def should_measure(self, *, last_step: int | None = None) -> bool:
         """Whether the optimizer step that comes next is one to measure."""
@@ -188,7 +195,8 @@ class BudgetSession:
 
     @contextlib.contextmanager
     def tracing(self, batch: Any = ()) -> Iterator[None]:
-        """Trace one stretch of a step (a micro-batch, or all of it) and keep the highest for `finish_step`."""
+        """Trace one stretch of a step (a micro-batch, or all of it) and keep the highest for
+        `finish_step`."""
         trace = self.open_trace(batch)
         try:
             yield
@@ -218,7 +226,8 @@ class BudgetSession:
     _static_at_open = 0
 
     def finish_step(self) -> PeakReport | None:
-        """An optimizer step is done. Returns its report if it was traced, after writing it to the peak log."""
+        """An optimizer step is done. Returns its report if it was traced, after writing it to the peak
+        log."""
         self.step_count += 1
         pending, self._pending = self._pending, None
         if pending is None or self.plan is None:
@@ -246,11 +255,12 @@ class BudgetSession:
         return report
 
     def step(self, fn: Callable[[], Any]) -> Any:
-        """Run `fn()`, one whole optimizer step (forward, loss, backward, optimizer), under the budget; returns its value.
+        """Run `fn()`, one whole optimizer step (forward, loss, backward, optimizer), under the budget;
+        returns its value.
 
-        The first call plans from the whole of `fn`, loss and optimizer included: `fn` is run on fake twins of what it
-        refers to (model, optimizers, batch, schedulers), so it should do nothing but the step. Numbers that it reads off
-        tensors there (`loss.item()`) are stand-ins.
+        The first call plans from the whole of `fn`, loss and optimizer included: `fn` is run on fake twins of
+        what it refers to (model, optimizers, batch, schedulers), so it should do nothing but the step.
+        Numbers that it reads off tensors there (`loss.item()`) are stand-ins.
         """
         if self.needs_plan:
             self.prepare(
@@ -267,7 +277,8 @@ class BudgetSession:
         self.finish_step()
         return result
 
-    # -- inside ------------------------------------------------------------------------------------------------------
+    # -- inside
+    # ------------------------------------------------------------------------------------------------------
 
     def _targets(self) -> tuple[str, ...]:
         return tuple(self.config.targets) if self.config.targets else ("",)
@@ -335,28 +346,26 @@ class BudgetSession:
             )
             self._unknown[name] = schedule
             log.warning(
-                "a graph that the plan does not know (another input shape or branch) was planned on the spot: "
-                "about %s, slowdown %.3f, not certified",
+                "a graph that the plan does not know (another input shape or branch)"
+                "was planned on the spot: about %s, slowdown %.3f, not certified",
                 format_bytes(peak_bytes),
                 slowdown,
             )
         return self._unknown[name]
 
     def _reconcile(self, report: PeakReport) -> None:
-        """Compare a measured step with the budget; over it, learn the excess and ask for a new plan (bounded tries)."""
+        """Compare a measured step with the budget; over it, learn the excess and ask for a new plan (bounded
+        tries)."""
         assert self.plan is not None
         if report.within_budget or self.plan.required_bytes > self.plan.budget_bytes:
             return
         excess = report.used_bytes - report.budget_bytes
         again = self._replans < _MAX_REPLANS
+        then = "Planning again with that added to the reserve." if again else "Set reserve= to leave it room."
         warnings.warn(
-            f"step {report.step} used {format_bytes(report.used_bytes)}, {format_bytes(excess)} above the budget "
-            f"{format_bytes(report.budget_bytes)} (predicted: {format_bytes(self.plan.required_bytes)}). "
-            + (
-                "Planning again with that added to the reserve."
-                if again
-                else "Set reserve= to leave it room."
-            ),
+            f"step {report.step} used {format_bytes(report.used_bytes)}, {format_bytes(excess)} above the "
+            f"budget {format_bytes(report.budget_bytes)} "
+            f"(predicted: {format_bytes(self.plan.required_bytes)}). {then}",
             PlanWarning,
             stacklevel=4,
         )
@@ -371,14 +380,16 @@ class BudgetSession:
 class ModuleSession(BudgetSession):
     """The session of `auto_checkpoint`: plans at the model's first training call.
 
-    It sees the module's call and not the loss around it, so the loss is taken to be `default_loss` of the output, which
-    costs next to nothing; use `session.step(fn)` to have the whole step planned. Whether old gradients live beside the
-    activations is only known at the second call; when they do, the step is planned again with them.
+    It sees the module's call and not the loss around it, so the loss is taken to be `default_loss` of the
+    output, which costs next to nothing; use `session.step(fn)` to have the whole step planned. Whether old
+    gradients live beside the activations is only known at the second call; when they do, the step is planned
+    again with them.
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self._pattern = {"zero_after_forward": False, "micro_batches": 1}
+        self._zero_after_forward = False
+        self._micro_batches = 1
         self._calls = 0
         self._steps_at_first_call = 0
         self._optimizer_steps = 0
@@ -428,7 +439,8 @@ class ModuleSession(BudgetSession):
                     optimizer=self.optimizers[0] if self.optimizers else None,
                     targets=self._targets(),
                     context=_live_autocast(self.device.type),
-                    **self._pattern,
+                    zero_after_forward=self._zero_after_forward,
+                    micro_batches=self._micro_batches,
                 )
             )
 
@@ -436,10 +448,10 @@ class ModuleSession(BudgetSession):
         if self.plan is None or not any(p.grad is not None for p in self.model.parameters()):
             return
         if self._optimizer_steps:
-            self._pattern["zero_after_forward"] = True
+            self._zero_after_forward = True
             seen = "old gradients are still there when the next forward runs"
         else:
-            self._pattern["micro_batches"] = 2
+            self._micro_batches = 2
             seen = "gradients accumulate over several backwards"
         log.warning(
             "%s: planning again with them (zero_grad before the forward would save their bytes)", seen
@@ -474,11 +486,12 @@ def read_plan(path: str | None) -> Plan | None:
 def _why_nothing(planned: Planned) -> str:
     if not planned.captured.called:
         return (
-            "no target module is called by the training step (a method other than forward, or another module, does the "
-            "work). Name the modules that are called with targets=[...]."
+            "no target module is called by the training step (a method other than forward, or another "
+            "module, does the work). Name the modules that are called with targets=[...]."
         )
     return (
-        f"compiling {', '.join(n or 'the model' for n in planned.captured.called)} gave no graph with a backward "
+        f"compiling {', '.join(n or 'the model' for n in planned.captured.called)} gave no graph with a "
+        "backward "
         "(every frame was skipped by torch.compile, or no parameter needs a gradient)."
     )
 

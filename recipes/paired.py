@@ -25,7 +25,7 @@ def paired_steps(
     plan: str,
     pairs: int = 30,
     warm_up: int = 3,
-    console: Console | None = None,
+    console: Console,
 ) -> PairedRatio:
     """Time whole steps (forward, loss, backward, AdamW) of two copies of `model`, compiled by default and
     by `plan`.
@@ -47,6 +47,8 @@ def paired_steps(
         )
         times: tuple[list[float], list[float]] = ([], [])
         for number in track(range(-warm_up, pairs), f"timing {pairs} pairs", console=console, transient=True):
+            if not console.is_terminal and number % 10 == 0:
+                console.print(f"pair {number} of {pairs}")  # no bar is drawn into a log file
             for which in (0, 1) if number % 2 else (1, 0):
                 elapsed = timed_ms(steps[which])
                 if number >= 0:

@@ -1,4 +1,5 @@
-"""The correctness gate: train a few steps twice and compare loss, every gradient and every buffer, in norm per tensor."""
+"""The correctness gate: train a few steps twice and compare loss, every gradient and every buffer, in norm
+per tensor."""
 
 from __future__ import annotations
 
@@ -22,7 +23,8 @@ class Trained:
 def train(
     model: nn.Module, optimizer: Any, loss_of: Callable[[], torch.Tensor], run: Callable[[Any], Any]
 ) -> Trained:
-    """`STEPS` optimizer steps from one seed; `run(step)` performs each (a session's `step`, or a plain call)."""
+    """`STEPS` optimizer steps from one seed; `run(step)` performs each (a session's `step`, or a plain
+    call)."""
     states: list[dict[str, torch.Tensor]] = []
 
     def step() -> torch.Tensor:

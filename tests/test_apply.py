@@ -1,4 +1,5 @@
-"""A schedule is carried out to the letter: by extraction, by tags where tags can say it, from a file, from a cache."""
+"""A schedule is carried out to the letter: by extraction, by tags where tags can say it, from a file, from a
+cache."""
 
 from __future__ import annotations
 
@@ -7,7 +8,7 @@ import logging
 import subprocess
 import sys
 from dataclasses import replace
-from functools import lru_cache
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -38,19 +39,19 @@ SMALL = {
 }
 
 
-@lru_cache(maxsize=None)
+@cache
 def source_of(name: str) -> ModuleStep:
     torch.manual_seed(0)
     make, batch = SMALL[name]
     return ModuleStep(model=make(), args=(batch(),))
 
 
-@lru_cache(maxsize=None)
+@cache
 def captured_of(name: str) -> Captured:
     return capture(source_of(name))
 
 
-@lru_cache(maxsize=None)
+@cache
 def frontier_of(name: str) -> Any:
     step = captured_of(name).step
     return search(Problem(step=step, correction=calibrate(step)))
@@ -88,7 +89,8 @@ def test_a_plan_that_does_not_bind_leaves_torchs_graphs_as_they_are_node_by_node
 
 
 def in_tags(graph: JointGraph, schedule: GraphSchedule) -> GraphSchedule:
-    """The nearest schedule that tags can say: bases in the place of views, nothing that serves the backward alone."""
+    """The nearest schedule that tags can say: bases in the place of views, nothing that serves the backward
+    alone."""
 
     def base(index: int) -> int:
         op = graph.ops[index]
@@ -166,7 +168,7 @@ def tiny_run(**config: Any) -> tuple[nn.Module, Any, Any]:
     return trained, session, model
 
 
-@lru_cache(maxsize=None)
+@cache
 def tiny_default() -> Any:
     torch.manual_seed(0)
     model = GPT(layers=2, width=32, length=32)
@@ -176,7 +178,7 @@ def tiny_default() -> Any:
     return train(model, optimizer, lambda: model(batch).square().mean(), lambda step: step())
 
 
-@lru_cache(maxsize=None)
+@cache
 def tiny_plan() -> Plan:
     trained, session, _ = tiny_run(budget="4GB")
     default = session.plan
@@ -200,7 +202,7 @@ def test_a_plan_for_another_model_or_an_edited_one_says_what_differs(tmp_path: P
     path = tmp_path / "plan.json"
     path.write_text(tiny_plan().to_json())
     model = nn.Linear(4, 4)
-    with pytest.raises(PlanMismatch, match="1 of this step|another step"):
+    with pytest.raises(PlanMismatch, match="another step"):
         dtr_integrations.plan(model, torch.randn(2, 4), budget="4GB", plan=str(path))
     edited = json.loads(tiny_plan().to_json())
     edited["schedule"][0]["saved"] = edited["schedule"][0]["saved"][1:]
@@ -306,7 +308,8 @@ for _ in range(3):
     session.step(step)
 from torch._dynamo.utils import counters
 print(session.reports[0].peak_allocated_bytes, session.plan.predicted_allocated_bytes,
-      session.plan.default_allocated_bytes, session.plan.static_bytes, counters["inductor"]["fxgraph_cache_hit"])
+      session.plan.default_allocated_bytes, session.plan.static_bytes,
+      counters["inductor"]["fxgraph_cache_hit"])
 """
 
 

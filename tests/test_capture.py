@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import itertools
 import random
 from typing import Any
 
@@ -102,7 +103,7 @@ def test_regions_are_in_execution_order_and_cover_the_step(captured_small: Captu
     kinds = [r.kind for r in captured_small.step.regions if r.kind is not RegionKind.EAGER]
     assert kinds == [RegionKind.FORWARD, RegionKind.BACKWARD]
     regions = captured_small.default.regions
-    assert all(a.end <= b.start for a, b in zip(regions, regions[1:], strict=False))
+    assert all(a.end <= b.start for a, b in itertools.pairwise(regions))
     assert max(r.peak_bytes for r in regions) == captured_small.default.peak_bytes
 
 

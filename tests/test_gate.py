@@ -1,8 +1,9 @@
-"""Planned training is default training: same losses, gradients and buffers, under the budget, as predicted."""
+"""Planned training is default training: same losses, gradients and buffers, under the budget, as
+predicted."""
 
 from __future__ import annotations
 
-from functools import lru_cache
+from functools import cache
 from typing import Any
 
 import pytest
@@ -18,7 +19,7 @@ TOLERANCE = 1e-5  # in norm per tensor: float32 sums in another order
 slow = pytest.mark.slow
 
 
-@lru_cache(maxsize=None)
+@cache
 def default_plan(name: str) -> Plan:
     """The plan of a budget that does not bind."""
     case = CASES[name]
@@ -31,7 +32,7 @@ def budget_at(name: str, share: float) -> int:
     return plan.static_bytes + int(share * (plan.default_allocated_bytes - plan.static_bytes))
 
 
-@lru_cache(maxsize=None)
+@cache
 def reference(name: str, how: str) -> Trained:
     """The same steps without us: torch.compile's default, or eager."""
     case = CASES[name]

@@ -1,1 +1,2 @@
-"""Carry a plan out: split the joint graph as the schedule says, and compile modules in place. Imports torch; no framework."""
+"""Carry a plan out: split the joint graph as the schedule says, and compile modules in place. Imports torch;
+no framework."""

@@ -1,7 +1,8 @@
 """Compile modules in place: state-dict keys, type and attributes of the module stay what they were.
 
-`nn.Module.__call__` hands over to `_compiled_call_impl` when that is set (as `module.compile()` does). A small callable
-there runs evaluation and `no_grad` calls eagerly and compiles training calls; the first of them may have to plan first.
+`nn.Module.__call__` hands over to `_compiled_call_impl` when that is set (as `module.compile()` does). A
+small callable there runs evaluation and `no_grad` calls eagerly and compiles training calls; the first of
+them may have to plan first.
 """
 
 from __future__ import annotations

@@ -1,11 +1,12 @@
 """Split a joint graph exactly as a schedule says: no solver runs here.
 
-`extract` writes the schedule's recomputations into the joint graph as nodes of their own, each just before the backward op
-that the schedule names, points the backward at them, and lets torch cut the graph at the saved values. Unlike torch's
-tags (see `tags.py`) it can compute a value twice and it fixes the order.
+`extract` writes the schedule's recomputations into the joint graph as nodes of their own, each just before
+the backward op that the schedule names, points the backward at them, and lets torch cut the graph at the
+saved values. Unlike torch's tags (see `tags.py`) it can compute a value twice and it fixes the order.
 
-Random ops: Inductor draws seeds once and each random op is a pure function of its seed, so a copy gives the same bits as
-long as the seeds are saved; ops that draw from the generator themselves are never replayable (`capture.joint`).
+Random ops: Inductor draws seeds once and each random op is a pure function of its seed, so a copy gives the
+same bits as long as the seeds are saved; ops that draw from the generator themselves are never replayable
+(`capture.joint`).
 """
 
 from __future__ import annotations
@@ -21,8 +22,8 @@ from .._compat import partitioners
 from ..core.plan import GraphSchedule, Recompute
 from ..errors import PlanMismatch
 
-# Where torch pinned the original (a recompute copy runs in the backward whatever the original's tag says), and tags that
-# would make torch's own solver act on the copy.
+# Where torch pinned the original (a recompute copy runs in the backward whatever the original's tag says),
+# and tags that would make torch's own solver act on the copy.
 _NOT_COPIED = ("partitioner_tag", "recompute", "ac_graph_id", "has_backward_hook")
 
 
@@ -101,9 +102,9 @@ def _insert_copies(
 def _drop_leftovers(backward: fx.GraphModule, forward_names: set[str]) -> None:
     """Erase originals of the forward from the backward graph.
 
-    Extraction copies every op whose inputs are there and trusts dead-code elimination with the rest, but that keeps random
-    ops even unused: the backward would draw from the generator, and the next step's numbers would differ from eager's.
-    All that the backward reads by right is a copy of ours or a placeholder.
+    Extraction copies every op whose inputs are there and trusts dead-code elimination with the rest, but that
+    keeps random ops even unused: the backward would draw from the generator, and the next step's numbers
+    would differ from eager's. All that the backward reads by right is a copy of ours or a placeholder.
     """
     for node in reversed(list(backward.graph.nodes)):
         if node.op == "call_function" and node.name in forward_names and not node.users:
@@ -114,7 +115,8 @@ def _drop_leftovers(backward: fx.GraphModule, forward_names: set[str]) -> None:
 def _compute_early(forward: fx.GraphModule, num_forward_outputs: int) -> None:
     """Move ops that serve the backward alone (a saved mask, a slope) right behind their last input.
 
-    They stand at the joint graph's end, where Inductor would compute them all together and hold their inputs until then.
+    They stand at the joint graph's end, where Inductor would compute them all together and hold their inputs
+    until then.
     """
     nodes = list(forward.graph.nodes)
     index = {node: i for i, node in enumerate(nodes)}
@@ -126,7 +128,8 @@ def _compute_early(forward: fx.GraphModule, num_forward_outputs: int) -> None:
         if node not in needed:
             needed.add(node)
             todo += node.all_input_nodes
-    # (position of the last needed op that it waits for, own position): inputs always sort before their readers.
+    # (position of the last needed op that it waits for, own position): inputs always sort before their
+    # readers.
     key: dict[fx.Node, tuple[int, int]] = {}
     for node in nodes:
         own = index[node]

@@ -7,39 +7,26 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import torch
-
-from .._compat import CustomPartitionerFn, fx_graph_cse, get_hash_for_files, partitioners
+from .._compat import CustomPartitionerFn, canonical, get_hash_for_files, partitioners
 from . import extract, registry, tags
 
-
-# Inductor keeps a dead buffer for a later one of the same size as long as its own estimate of the peak allows, which is
-# too high for a planned graph: GPT's lowest plan 121.2 MB with reuse, 115.1 MB without.
+# Inductor keeps a dead buffer for a later one of the same size as long as its own estimate of the peak
+# allows, which is too high for a planned graph: GPT's lowest plan 121.2 MB with reuse, 115.1 MB without.
 _PLANNED_OPTIONS = {"allow_buffer_reuse": False}
 
 
 def planned_options(options: Mapping[str, Any], *, is_default: bool) -> dict[str, Any]:
-    """Inductor's options for a plan: the user's, which win, over ours; a plan that is torch's default gets only the user's."""
+    """Inductor's options for a plan: the user's, which win, over ours; a plan that is torch's default gets
+    only the user's."""
     return dict(options) if is_default else {**_PLANNED_OPTIONS, **options}
 
 
-def _canonical(gm: Any) -> Any:
-    """A copy without dead code and common subexpressions: the form in which graphs are described and schedules speak."""
-    graph = torch.fx.Graph()
-    output = graph.graph_copy(gm.graph, {})
-    graph.output(output).meta = dict(next(iter(gm.graph.find_nodes(op="output"))).meta)
-    joint = torch.fx.GraphModule(gm, graph)
-    joint.graph.eliminate_dead_code()
-    joint.graph = fx_graph_cse(joint.graph)
-    return joint
-
-
 class PlanPartitioner(CustomPartitionerFn):  # type: ignore[misc, unused-ignore]
-    """Splits each joint graph as the plan registered under `plan_id` says (facts: torch/_inductor/custom_graph_pass.py).
+    """Splits each joint graph as the plan registered under `plan_id` says.
 
-    `digest` is the plan's; with the code of this package it makes the `uuid`, which is in torch's cache key: another plan
-    or budget never meets this one's cached code. A plan that decides nothing for a graph leaves it to torch's own
-    partitioner, called exactly as torch would: the default graphs, node by node.
+    `digest` is the plan's; with the code of this package it makes the `uuid`, which is in torch's cache key:
+    another plan or budget never meets this one's cached code. A plan that decides nothing for a graph leaves
+    it to torch's own partitioner, called exactly as torch would: the default graphs, node by node.
     """
 
     def __init__(self, plan_id: str, digest: str) -> None:
@@ -49,7 +36,7 @@ class PlanPartitioner(CustomPartitionerFn):  # type: ignore[misc, unused-ignore]
     def __call__(self, gm: Any, joint_inputs: Any, **kwargs: Any) -> Any:
         entry = registry.lookup(self.plan_id)
         if entry is not None:
-            joint = _canonical(gm)
+            joint = canonical(gm)
             outputs = kwargs["num_fwd_outputs"]
             schedule = entry.decide(joint, outputs, kwargs.get("static_lifetime_input_indices"))
             if schedule is not None and not schedule.default:

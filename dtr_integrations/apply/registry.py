@@ -1,4 +1,5 @@
-"""The one registry: partitioners are pickled and deep-copied by torch, so they carry an id and find their plan here."""
+"""The one registry: partitioners are pickled and deep-copied by torch, so they carry an id and find their
+plan here."""
 
 from __future__ import annotations
 
@@ -12,13 +13,15 @@ from torch import fx
 
 from ..core.plan import GraphSchedule
 
-# (canonical joint graph, number of forward outputs, static input positions) -> its schedule; None: torch's own partition.
+# (canonical joint graph, number of forward outputs, static input positions) -> its schedule; None: torch's
+# own partition.
 Decide = Callable[[fx.GraphModule, int, Any], GraphSchedule | None]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Entry:
-    """What a partitioner needs: who decides, and by which route the decision is carried out ("schedule" or "tags")."""
+    """What a partitioner needs: who decides, and by which route the decision is carried out ("schedule" or
+    "tags")."""
 
     decide: Decide
     mode: str = "schedule"

@@ -1,1 +1,2 @@
-"""The fake step: one optimizer step on tensors without data, as `core` values. Imports torch; no framework."""
+"""The fake step: one optimizer step on tensors without data, as `core` values. Imports torch; no
+framework."""

@@ -1,9 +1,10 @@
 """A user's whole step, given as a function, in the fake world.
 
-`session.step(fn)` gets a function over real objects: the model, the optimizer, a batch, perhaps a scheduler, found in its
-closure, its defaults, its globals or as `self` of a bound method. `twin_function` rebuilds the function over fake twins of
-all of them, so that running it changes nothing real, not even a scheduler's counter. Functions that it calls and that
-refer to such objects are rebuilt too. What cannot be copied (an open file, a loader) is shared.
+`session.step(fn)` gets a function over real objects: the model, the optimizer, a batch, perhaps a scheduler,
+found in its closure, its defaults, its globals or as `self` of a bound method. `twin_function` rebuilds the
+function over fake twins of all of them, so that running it changes nothing real, not even a scheduler's
+counter. Functions that it calls and that refer to such objects are rebuilt too. What cannot be copied (an
+open file, a loader) is shared.
 """
 
 from __future__ import annotations
@@ -103,7 +104,8 @@ def _is_users(fn: types.FunctionType) -> bool:
 
 
 def tensors_of(fn: Callable[..., Any]) -> list[torch.Tensor]:
-    """The real tensors that `fn` refers to besides modules and optimizers: the batch that lives through its step."""
+    """The real tensors that `fn` refers to besides modules and optimizers: the batch that lives through its
+    step."""
     rebuild = _Rebuild(_Uncopied())
     rebuild.callable(fn)
     return [leaf for real, _ in rebuild.data for leaf in pytree.tree_leaves(real) if _is_tensor(leaf)]

@@ -1,9 +1,10 @@
 """Time of one op in milliseconds: a roofline over rates that were measured once on this device.
 
 `max(flops / rate(kind, dtype), bytes / bandwidth)` (design §5). Flops come from torch's own formulas
-(`torch.utils.flop_counter`); an op without a formula that is a library kernel is charged by its bytes at a quarter of the
-bandwidth, so that nothing unknown looks free. Rates are measured on small inputs in well under a second, once per process
-and device; on a device that is not there, published peaks of a current accelerator stand in.
+(`torch.utils.flop_counter`); an op without a formula that is a library kernel is charged by its bytes at a
+quarter of the bandwidth, so that nothing unknown looks free. Rates are measured on small inputs in well under
+a second, once per process and device; on a device that is not there, published peaks of a current accelerator
+stand in.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ import math
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Any
 
 import torch
@@ -55,7 +56,7 @@ def measured_rates(device_type: str) -> Rates:
         matmul = {}
         for dtype in (torch.float32, torch.bfloat16):
             a = torch.zeros(512, 512, dtype=dtype, device=device)
-            matmul[str(dtype)] = 2 * 512**3 / _best_ms(lambda a=a: a @ a, device)
+            matmul[str(dtype)] = 2 * 512**3 / _best_ms(partial(torch.mm, a, a), device)
         image = torch.zeros(4, 32, 64, 64, device=device)
         kernel = torch.zeros(32, 32, 3, 3, device=device)
         conv_flops = 2 * 4 * 64 * 64 * 32 * 32 * 9

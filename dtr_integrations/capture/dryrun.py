@@ -1,9 +1,10 @@
 """Run the code that Inductor generates without compiling or running a kernel.
 
-Inductor ends in the source of a Python wrapper, `call(args)`, that states every allocation (`empty_strided_*`), every
-reuse and every `del`, between launches of kernels. Here that source is executed with the launches replaced by nothing and
-the allocations made on fake tensors, so a `StorageCounter` sees the exact life of every buffer. It is the very code
-that will run: fusion, buffer reuse and in-place updates are decided by then, which no model of the graph can promise.
+Inductor ends in the source of a Python wrapper, `call(args)`, that states every allocation
+(`empty_strided_*`), every reuse and every `del`, between launches of kernels. Here that source is executed
+with the launches replaced by nothing and the allocations made on fake tensors, so a `StorageCounter` sees the
+exact life of every buffer. It is the very code that will run: fusion, buffer reuse and in-place updates are
+decided by then, which no model of the graph can promise.
 
 Blind spots: scratch memory inside library kernels (a convolution's workspace), and numpy.
 """
@@ -89,7 +90,8 @@ def dry_call(source: str, constants: dict[str, Any]) -> Call:
 def dry_codegen(counter: StorageCounter, generated: Callable[[GraphLowering, Call], Call]) -> Iterator[None]:
     """Inside the block Inductor generates code but compiles and loads none.
 
-    `generated(lowering, call)` gets each lowered graph with its dry `call` and returns the `call` to use instead.
+    `generated(lowering, call)` gets each lowered graph with its dry `call` and returns the `call` to use
+    instead.
     """
 
     def compile_to_module(self: GraphLowering) -> Any:
@@ -105,14 +107,16 @@ def dry_codegen(counter: StorageCounter, generated: Callable[[GraphLowering, Cal
 
     with (
         mock.patch.object(GraphLowering, "compile_to_module", compile_to_module),
-        # Only text for bug reports; it deep-copies every graph, and with it fake tensors whose storage has no pointer.
+        # Only text for bug reports; it deep-copies every graph, and with it fake tensors whose storage has no
+        # pointer.
         mock.patch("torch._dynamo.repro.after_aot.save_graph_repro", _nothing),
     ):
         yield
 
 
 def buffer_names(lowering: GraphLowering) -> frozenset[str]:
-    """Names of the FX nodes whose value Inductor really stores: its buffers less those that fusion removed."""
+    """Names of the FX nodes whose value Inductor really stores: its buffers less those that fusion
+    removed."""
     gone = lowering.removed_buffers | lowering.inplaced_to_remove
     names = set()
     for buffer in lowering.buffers:

@@ -1,9 +1,10 @@
 """A world of fake tensors whose every storage is counted from birth to death.
 
-A fake tensor has a shape, a dtype and a (meta) storage but no data: creating, viewing and dropping one is what the real
-program does to the allocator, at no cost. `StorageCounter` writes each storage into a `core.ledger.Ledger`: born when
-an op first returns it, dead when nothing holds it any more (a weak reference on the storage, which outlives the Python
-object as long as C++ holds the storage, e.g. in autograd's saved tensors).
+A fake tensor has a shape, a dtype and a (meta) storage but no data: creating, viewing and dropping one is
+what the real program does to the allocator, at no cost. `StorageCounter` writes each storage into a
+`core.ledger.Ledger`: born when an op first returns it, dead when nothing holds it any more (a weak reference
+on the storage, which outlives the Python object as long as C++ holds the storage, e.g. in autograd's saved
+tensors).
 """
 
 from __future__ import annotations
@@ -27,9 +28,9 @@ from .stand_ins import StandIns
 class StorageCounter:
     """A `FakeTensorMode` (`mode`) that reports storages to a ledger.
 
-    Only what the outermost op returns counts: what a decomposition makes on the way to a fake result exists in no real
-    kernel. The mode's `dispatch` is wrapped on the instance: higher-order ops look their rule up by the mode's exact type,
-    so a subclass would have none.
+    Only what the outermost op returns counts: what a decomposition makes on the way to a fake result exists
+    in no real kernel. The mode's `dispatch` is wrapped on the instance: higher-order ops look their rule up
+    by the mode's exact type, so a subclass would have none.
     """
 
     def __init__(self, ledger: Ledger) -> None:
@@ -106,14 +107,15 @@ class FakeWorld:
         except Exception as error:
             raise CaptureError(
                 f"a {type(thing).__name__} cannot be copied for planning ({type(error).__name__}: {error}). "
-                "Keep locks, open files and loaders out of the module's attributes, or give them a __deepcopy__."
+                "Keep locks, open files and loaders out of the module's attributes, "
+                "or give them a __deepcopy__."
             ) from error
 
     def optimizer(self, optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
         """The optimizer's twin: same class, hyper-parameters and state, stepping the copied parameters only.
 
-        Only the state that `Optimizer.__getstate__` names is copied: a scheduler replaces `step` on the instance by a
-        closure over the *real* optimizer.
+        Only the state that `Optimizer.__getstate__` names is copied: a scheduler replaces `step` on the
+        instance by a closure over the *real* optimizer.
         """
         twin: torch.optim.Optimizer = self.copy(optimizer)
         with self.mode:
@@ -125,7 +127,8 @@ class FakeWorld:
         return twin
 
     def fake(self, tree: Any) -> Any:
-        """The pytree with fake tensors in the place of real ones (same shapes, dtypes, aliasing, `requires_grad`)."""
+        """The pytree with fake tensors in the place of real ones (same shapes, dtypes, aliasing,
+        `requires_grad`)."""
         return self.copy(tree)
 
     @contextlib.contextmanager
@@ -137,7 +140,8 @@ class FakeWorld:
 
 @contextlib.contextmanager
 def preserved_randomness() -> Iterator[None]:
-    """Python's, numpy's and torch's (CPU and accelerators') random state is the same after the block as before it."""
+    """Python's, numpy's and torch's (CPU and accelerators') random state is the same after the block as
+    before it."""
     python_state = random.getstate()
     torch_state = torch.random.get_rng_state()
     cuda_states = (

@@ -1,8 +1,8 @@
 """From torch's joint graph to plain data: `core.graph.JointGraph`.
 
-`canonical(gm)` brings the graph into the form in which both the capture and the real compile describe it (dead code and
-common subexpressions removed, as torch's own partitioner does first). `Draft` holds what is known when the partitioner is
-called; what only the dry run can tell (which inputs live for good, which values become buffers) is added by `finish`.
+It is described in its canonical form (`_compat.canonical`). `Draft` holds what is
+known when the partitioner is called; what only the dry run can tell (which inputs live for good, which values
+become buffers) is added by `finish`.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import torch
 from torch import fx
 from torch.utils import _pytree as pytree
 
-from .._compat import COMPILED_ROOT, fx_graph_cse, partitioners
+from .._compat import COMPILED_ROOT, partitioners
 from ..core.graph import JointGraph, Op, OpKind, Phase
 from .costs import Rates, op_cost_ms
 
@@ -55,14 +55,6 @@ _ROUTING = {
 }
 
 
-def canonical(gm: fx.GraphModule) -> fx.GraphModule:
-    """Remove dead code and common subexpressions in place, exactly as torch's partitioner begins. Idempotent."""
-    gm.graph.eliminate_dead_code()
-    gm.graph = fx_graph_cse(gm.graph)
-    gm.recompile()
-    return gm
-
-
 def _packet(node: fx.Node) -> Any:
     return getattr(node.target, "overloadpacket", node.target)
 
@@ -72,13 +64,15 @@ def _leaves(value: Any) -> list[torch.Tensor]:
 
 
 def fingerprint(gm: fx.GraphModule, num_forward_outputs: int) -> str:
-    """A hash of the graph's structure: ops, arguments, shapes, dtypes, strides, devices; not the names of nodes."""
+    """A hash of the graph's structure: ops, arguments, shapes, dtypes, strides, devices; not the names of
+    nodes."""
     index = {node: i for i, node in enumerate(gm.graph.nodes)}
     digest = hashlib.sha256(str(num_forward_outputs).encode())
 
     def describe(value: Any) -> str:
         if isinstance(value, torch.Tensor):
-            return f"{value.dtype}{tuple(value.shape)}{value.stride() if value.layout is torch.strided else ''}{value.device.type}"
+            strides = value.stride() if value.layout is torch.strided else ""
+            return f"{value.dtype}{tuple(value.shape)}{strides}{value.device.type}"
         return type(value).__name__ if value is not None else "-"
 
     for node in gm.graph.nodes:

@@ -1,7 +1,8 @@
 """How one training step is run: the only thing that an adapter has to supply.
 
-A `StepSource` builds, in a `FakeWorld`, fake twins of what the step uses and returns a `FakeStep`; running that performs
-one whole optimizer step exactly as the framework would: forward, loss, (zeroing,) backward, clipping, optimizer.
+A `StepSource` builds, in a `FakeWorld`, fake twins of what the step uses and returns a `FakeStep`; running
+that performs one whole optimizer step exactly as the framework would: forward, loss, (zeroing,) backward,
+clipping, optimizer.
 """
 
 from __future__ import annotations
@@ -22,9 +23,9 @@ from .fake import FakeWorld
 class FakeStep:
     """One training step on fake twins.
 
-    `targets` are the submodules (names in `model`; "" is the model itself) to compile. `run()` performs one whole
-    optimizer step; afterwards gradients are as the framework leaves them between steps. `batch` is what lives through
-    the step besides the model.
+    `targets` are the submodules (names in `model`; "" is the model itself) to compile. `run()` performs one
+    whole optimizer step; afterwards gradients are as the framework leaves them between steps. `batch` is what
+    lives through the step besides the model.
     """
 
     model: nn.Module
@@ -38,12 +39,14 @@ class StepSource(Protocol):
     """What adapters implement (contract of the capture; see `ModuleStep` for the plain one)."""
 
     def build(self, world: FakeWorld) -> FakeStep:
-        """Fake twins of the model, the optimizers and the batch, and the step over them. Must not change the real ones."""
+        """Fake twins of the model, the optimizers and the batch, and the step over them. Must not change the
+        real ones."""
         ...
 
 
 def split_inputs(example_inputs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """`example_inputs` of the public functions as (positional, keyword) arguments: a tensor, a tuple or list, or a dict."""
+    """`example_inputs` of the public functions as (positional, keyword) arguments: a tensor, a tuple or list,
+    or a dict."""
     if isinstance(example_inputs, Mapping):
         return (), dict(example_inputs)
     if isinstance(example_inputs, (tuple, list)):
@@ -52,8 +55,8 @@ def split_inputs(example_inputs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
 
 
 def default_loss(output: Any) -> torch.Tensor:
-    """What `loss_fn=None` means: the output's `.loss`, else the output if it is a scalar, else the mean of its first
-    floating tensor in float32."""
+    """What `loss_fn=None` means: the output's `.loss`, else the output if it is a scalar, else the mean of
+    its first floating tensor in float32."""
     loss = output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", None)
     if isinstance(loss, torch.Tensor):
         return loss
@@ -64,7 +67,8 @@ def default_loss(output: Any) -> torch.Tensor:
         if isinstance(leaf, torch.Tensor) and leaf.is_floating_point():
             return leaf.float().mean()
     raise CaptureError(
-        f"the model returned {type(output).__name__} without a floating tensor in it, so there is no loss to plan for. "
+        f"the model returned {type(output).__name__} without a floating tensor in it, "
+        "so there is no loss to plan for. "
         "Pass loss_fn=, a function of the model's output that returns a scalar tensor."
     )
 
@@ -79,9 +83,10 @@ def zero_gradients(parameters: Iterable[torch.Tensor]) -> None:
 class ModuleStep:
     """The plain training step: `loss_fn(model(*args, **kwargs))`, backward, optimizer step.
 
-    `micro_batches` > 1: gradients accumulate over that many forward/backward pairs before the optimizer steps.
-    `zero_after_forward`: old gradients are dropped between forward and backward (as Lightning does), so they live beside
-    the activations; otherwise they are dropped before the forward. `context()` wraps forward and loss (autocast).
+    `micro_batches` > 1: gradients accumulate over that many forward/backward pairs before the optimizer
+    steps. `zero_after_forward`: old gradients are dropped between forward and backward (as Lightning does),
+    so they live beside the activations; otherwise they are dropped before the forward. `context()` wraps
+    forward and loss (autocast).
     """
 
     model: nn.Module

@@ -1,7 +1,9 @@
-"""Run a whole step dry and write down what happened: `dry_step`, from which both `capture` and `certify` are made.
+"""Run a whole step dry and write down what happened: `dry_step`, from which both `capture` and `certify` are
+made.
 
-`capture` runs the step with torch's own partition and returns the `StepGraph` that the search works on, with the default's
-exact peak. `certify` runs it with a given partitioner and returns the exact `StepProfile` of that plan.
+`capture` runs the step with torch's own partition and returns the `StepGraph` that the search works on, with
+the default's exact peak. `certify` runs it with a given partitioner and returns the exact `StepProfile` of
+that plan.
 """
 
 from __future__ import annotations
@@ -20,8 +22,10 @@ from torch.utils import _pytree as pytree
 from .._compat import (
     CustomPartitionerFn,
     GraphLowering,
+    canonical,
     compile_call,
     compile_fx,
+    copied_graph,
     inductor_config,
     partitioners,
 )
@@ -30,8 +34,8 @@ from ..core.profile import RegionProfile, StepProfile
 from ..errors import CaptureError
 from .costs import Rates, measured_rates
 from .dryrun import Call, buffer_names, dry_codegen
-from .fake import StorageCounter, FakeWorld
-from .joint import Draft, canonical, describe, fingerprint, saved_indices
+from .fake import FakeWorld, StorageCounter
+from .joint import Draft, describe, fingerprint, saved_indices
 from .source import FakeStep, StepSource
 
 _STATIC_KINDS = ("parameters", "buffers", "optimizer", "batch")
@@ -47,7 +51,8 @@ _STRICTNESS = {
 
 
 class Recorder(CustomPartitionerFn):  # type: ignore[misc, unused-ignore]
-    """Torch's own partition, written down: the joint graph, the min-cut save set and those of other strictnesses."""
+    """Torch's own partition, written down: the joint graph, the min-cut save set and those of other
+    strictnesses."""
 
     def __init__(self, rates: Rates, *, strictnesses: bool = True) -> None:
         self.rates = rates
@@ -61,7 +66,7 @@ class Recorder(CustomPartitionerFn):  # type: ignore[misc, unused-ignore]
             for _ in (_STRICTNESS if self.strictnesses else ())
         ]
         draft = describe(
-            canonical(torch.fx.GraphModule(gm, copied_graph(gm.graph))),
+            canonical(gm),
             num_forward_outputs,
             kwargs.get("static_lifetime_input_indices"),
             self.rates,
@@ -77,16 +82,6 @@ class Recorder(CustomPartitionerFn):  # type: ignore[misc, unused-ignore]
 
     def uuid(self) -> Any:
         return "dtr-recorder"
-
-
-def copied_graph(graph: torch.fx.Graph) -> torch.fx.Graph:
-    new = torch.fx.Graph()
-    output = new.graph_copy(graph, values := {})
-    node = new.output(output)
-    old = next(iter(graph.find_nodes(op="output")))
-    node.meta = dict(old.meta)
-    del values
-    return new
 
 
 @dataclass(kw_only=True)
@@ -113,7 +108,8 @@ class _Watcher:
         self._started: tuple[str, int, int, int] | None = None
 
     def partitioned(self, fingerprint: str, num_forward_outputs: int, draft: Draft | None) -> None:
-        """A joint graph was split. One that was split before (a recompile for another reason) is the same graph."""
+        """A joint graph was split. One that was split before (a recompile for another reason) is the same
+        graph."""
         known = next((g for g in self.graphs if g.fingerprint == fingerprint), None)
         if known is None:
             known = _Compiled(
@@ -126,7 +122,8 @@ class _Watcher:
         self._split_last = known
 
     def generated(self, lowering: GraphLowering, call: Call) -> Call:
-        """Wrap a dry call so that it is a region. Graphs without a backward belong to the eager region around them."""
+        """Wrap a dry call so that it is a region. Graphs without a backward belong to the eager region around
+        them."""
         if lowering.is_inference or self._split_last is None:
             return call
         if not lowering.is_backward:
@@ -216,7 +213,8 @@ class _Watcher:
                 graph.draft.static.add(storage)
 
     def _label_saved(self, out: Sequence[Any], num_forward_outputs: int) -> int:
-        """Bytes that this call holds for its backward: each storage once, without outputs that the program holds too."""
+        """Bytes that this call holds for its backward: each storage once, without outputs that the program
+        holds too."""
         outputs = {
             t.untyped_storage()._cdata for t in out[:num_forward_outputs] if isinstance(t, torch.Tensor)
         }
@@ -241,7 +239,7 @@ class _Observed(CustomPartitionerFn):  # type: ignore[misc, unused-ignore]
 
     def __call__(self, gm: Any, joint_inputs: Any, **kwargs: Any) -> Any:
         outputs = kwargs["num_fwd_outputs"]
-        name = fingerprint(canonical(torch.fx.GraphModule(gm, copied_graph(gm.graph))), outputs)
+        name = fingerprint(canonical(gm), outputs)
         out = self.inner(gm, joint_inputs, **kwargs)
         drafts = self.inner.drafts if isinstance(self.inner, Recorder) else {}
         self.watcher.partitioned(name, outputs, drafts.get(name))
@@ -268,10 +266,11 @@ def dry_step(
     options: dict[str, Any] | None = None,
     warm_up_steps: int = 1,
 ) -> DryRun:
-    """Run the step `warm_up_steps` + 1 times on fake tensors, with Inductor's generated code, and profile the last.
+    """Run the step `warm_up_steps` + 1 times on fake tensors, with Inductor's generated code, and profile the
+    last.
 
-    Nothing real is touched: parameters, buffers, gradients, random state and caches are as before. Raises `CaptureError`
-    when the step cannot be run without data.
+    Nothing real is touched: parameters, buffers, gradients, random state and caches are as before. Raises
+    `CaptureError` when the step cannot be run without data.
     """
     world = FakeWorld()
     watcher = _Watcher(world)
@@ -369,7 +368,8 @@ def _compile_in_place(module: nn.Module, name: str, backend: Any, called: list[s
 
 @contextlib.contextmanager
 def _no_caches() -> Iterator[None]:
-    """Generated code that was never compiled must not reach a cache, and a cached graph would skip the partitioner."""
+    """Generated code that was never compiled must not reach a cache, and a cached graph would skip the
+    partitioner."""
     from torch._functorch import config as functorch_config
 
     with (
@@ -382,7 +382,8 @@ def _no_caches() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _quiet() -> Iterator[None]:
-    """Warnings of a dry run come again with the real compile, or are about fake tensors (their `.grad` being looked at)."""
+    """Warnings of a dry run come again with the real compile, or are about fake tensors (their `.grad` being
+    looked at)."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         yield

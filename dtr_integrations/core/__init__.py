@@ -1,0 +1,1 @@
+"""Plain data and the simulator over it. No torch, no framework."""

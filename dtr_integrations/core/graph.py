@@ -1,9 +1,10 @@
 """The training step as plain data: what every solver sees and all that it sees.
 
-A `StepGraph` is one optimizer step as an ordered list of **regions**. A compiled region is the forward or the backward
-of a `JointGraph` (what `torch.compile` hands to its partitioner: forward and backward in one list of ops); an eager
-region is everything between two compiled ones (loss, clipping, optimizer). Indices are positions in `JointGraph.ops`;
-they, not names, identify a value, because two captures of one model agree on the order and not on the names.
+A `StepGraph` is one optimizer step as an ordered list of **regions**. A compiled region is the forward or the
+backward of a `JointGraph` (what `torch.compile` hands to its partitioner: forward and backward in one list of
+ops); an eager region is everything between two compiled ones (loss, clipping, optimizer). Indices are
+positions in `JointGraph.ops`; they, not names, identify a value, because two captures of one model agree on
+the order and not on the names.
 
 No torch here: sizes are ints (bytes), costs are floats (milliseconds), names are for people.
 """
@@ -19,7 +20,7 @@ from functools import cached_property
 class OpKind(StrEnum):
     """How the compiler treats an op: decides what becomes a buffer of its own."""
 
-    INPUT = "input"  # a placeholder of the joint graph: parameter, buffer, batch, activation of an earlier graph, tangent
+    INPUT = "input"  # a placeholder: parameter, buffer, batch, activation of an earlier graph, tangent
     VIEW = "view"  # no bytes of its own: shares the storage of its first input (also `getitem` of a tuple op)
     POINTWISE = "pointwise"  # fused into its consumers unless something forces a buffer
     REDUCTION = "reduction"  # fused with producers; its (smaller) result is a buffer
@@ -43,9 +44,9 @@ class Phase(StrEnum):
 class Op:
     """One node of a joint graph.
 
-    `inputs` are op indices in argument order (duplicates removed). `storages` are the storages that this op *creates*
-    (several for a tuple op, none for views and numbers); `value` is the storage in which the op's own value lives
-    (−1: a number, a tuple or nothing). A view's `value` is the storage of what it views.
+    `inputs` are op indices in argument order (duplicates removed). `storages` are the storages that this op
+    *creates* (several for a tuple op, none for views and numbers); `value` is the storage in which the op's
+    own value lives (−1: a number, a tuple or nothing). A view's `value` is the storage of what it views.
     """
 
     index: int
@@ -66,10 +67,11 @@ class Op:
 class JointGraph:
     """Forward and backward of one compiled graph, in the order in which autograd would run them.
 
-    `static` are storages of inputs that live through the whole step whatever the plan (parameters, buffers, the batch);
-    `default_saved` is the save set of torch's own min-cut, `save_sets` the same at other strictnesses, by name.
-    `buffers` are the ops whose value Inductor gave a buffer of its own when it generated the default graphs (learnt from
-    its codegen; `None` before that): (in the forward, in the backward).
+    `static` are storages of inputs that live through the whole step whatever the plan (parameters, buffers,
+    the batch); `default_saved` is the save set of torch's own min-cut, `save_sets` the same at other
+    strictnesses, by name. `buffers` are the ops whose value Inductor gave a buffer of its own when it
+    generated the default graphs (learnt from its codegen; `None` before that): (in the forward, in the
+    backward).
     """
 
     fingerprint: str
@@ -103,6 +105,8 @@ class JointGraph:
 
 
 class RegionKind(StrEnum):
+    """What runs in a region."""
+
     FORWARD = "forward"
     BACKWARD = "backward"
     EAGER = "eager"
@@ -112,12 +116,13 @@ class RegionKind(StrEnum):
 class Region:
     """One stretch of the step, with what the default dry run saw there.
 
-    `graph` indexes `StepGraph.graphs` and `call` numbers the calls of that step (a graph shared by identical blocks has
-    several); both are −1 for an eager region. `base_bytes` are live at entry *besides* what calls that are still open
-    hold for their backward (static memory, gradients so far, the batch, eager values): it does not depend on the plan.
-    `rise_bytes` is how far the live bytes rose above those at entry, inside the region, in the default dry run; for a
-    compiled region it also calibrates the simulator. `cost_ms` counts eager regions only. `open_bytes` is what open calls
-    held at entry in the default dry run, where that is known (−1: not).
+    `graph` indexes `StepGraph.graphs` and `call` numbers the calls of that step (a graph shared by identical
+    blocks has several); both are −1 for an eager region. `base_bytes` are live at entry *besides* what calls
+    that are still open hold for their backward (static memory, gradients so far, the batch, eager values): it
+    does not depend on the plan. `rise_bytes` is how far the live bytes rose above those at entry, inside the
+    region, in the default dry run; for a compiled region it also calibrates the simulator. `cost_ms` counts
+    eager regions only. `open_bytes` is what open calls held at entry in the default dry run, where that is
+    known (−1: not).
     """
 
     kind: RegionKind
@@ -147,7 +152,8 @@ class StaticMemory:
 
 @dataclass(frozen=True, kw_only=True)
 class StepGraph:
-    """One whole optimizer step: graphs (each once), regions in execution order, static memory, the default's exact peak."""
+    """One whole optimizer step: graphs (each once), regions in execution order, static memory, the default's
+    exact peak."""
 
     graphs: tuple[JointGraph, ...]
     regions: tuple[Region, ...]

@@ -1,4 +1,5 @@
-"""Bytes over time: every storage's birth and death on one clock, shared by compiled, eager and online regions.
+"""Bytes over time: every storage's birth and death on one clock, shared by compiled, eager and online
+regions.
 
 The clock is the event number. A ledger knows nothing of tensors: a storage is an int key, a kind is a word.
 """

@@ -10,10 +10,11 @@ from typing import Any
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Recompute:
-    """Run op `value` again in the backward, for the `copy`-th time (from 0), just before the backward op `before`.
+    """Run op `value` again in the backward, for the `copy`-th time (from 0), just before the backward op
+    `before`.
 
-    Every op scheduled after it reads the latest copy that stands before it. Several recomputations before one op run in
-    the order in which the schedule lists them.
+    Every op scheduled after it reads the latest copy that stands before it. Several recomputations before one
+    op run in the order in which the schedule lists them.
     """
 
     value: int
@@ -26,7 +27,8 @@ class GraphSchedule:
     """What one joint graph saves and what it recomputes, by op index.
 
     `default=True` means: exactly torch's own partition; `saved` and `recompute` then only describe it.
-    `saved` holds activations only: inputs of the graph that the backward reads are handed over as well, for free.
+    `saved` holds activations only: inputs of the graph that the backward reads are handed over as well, for
+    free.
     """
 
     fingerprint: str
@@ -37,12 +39,14 @@ class GraphSchedule:
 
 @dataclass(frozen=True, kw_only=True)
 class Plan:
-    """What is done on one rank, and what it will take. Bytes are ints, `slowdown` is a ratio (1.04 = 4 % more time).
+    """What is done on one rank, and what it will take. Bytes are ints, `slowdown` is a ratio (1.04 = 4 % more
+    time).
 
-    `predicted_allocated_bytes`: the most bytes that tensors of one step hold at once, static memory included, from the
-    dry run of the code that will run. `default_allocated_bytes`: the same for plain `torch.compile`.
-    `required_bytes = predicted_allocated_bytes + reserve_bytes`. `breakdown`: the bytes held at the peak by kind.
-    `slowdown_lower_bound`: no schedule within the budget is faster than this; `None` when no bound was computed.
+    `predicted_allocated_bytes`: the most bytes that tensors of one step hold at once, static memory included,
+    from the dry run of the code that will run. `default_allocated_bytes`: the same for plain `torch.compile`.
+    `required_bytes = predicted_allocated_bytes + reserve_bytes`. `breakdown`: the bytes held at the peak by
+    kind. `slowdown_lower_bound`: no schedule within the budget is faster than this; `None` when no bound was
+    computed.
     """
 
     budget_bytes: int
@@ -73,7 +77,8 @@ class Plan:
 
     @property
     def digest(self) -> str:
-        """Hash of what is executed (schedules and mode, not the predictions): equal digests run equal code."""
+        """Hash of what is executed (schedules and mode, not the predictions): equal digests run equal
+        code."""
         body = json.dumps([self.mode, [asdict(g) for g in self.schedule]], sort_keys=True)
         return hashlib.sha256(body.encode()).hexdigest()[:16]
 
@@ -88,7 +93,8 @@ class Plan:
 
     @classmethod
     def from_json(cls, text: str) -> Plan:
-        """Inverse of `to_json`. Raises `PlanMismatch` when the text is not a plan or its digest does not match."""
+        """Inverse of `to_json`. Raises `PlanMismatch` when the text is not a plan or its digest does not
+        match."""
         from ..errors import PlanMismatch
 
         try:

@@ -9,8 +9,9 @@ from dataclasses import dataclass
 class RegionProfile:
     """One region: `kind` as in `graph.RegionKind`; `graph` and `call` are −1 for an eager one.
 
-    `entry_bytes`, `exit_bytes` and `peak_bytes` count everything that is alive; `saved_bytes` is what calls that are open
-    at entry hold for their backward (each storage once, static memory and the batch not counted).
+    `entry_bytes`, `exit_bytes` and `peak_bytes` count everything that is alive; `saved_bytes` is what calls
+    that are open at entry hold for their backward (each storage once, static memory and the batch not
+    counted).
     """
 
     kind: str
@@ -40,7 +41,8 @@ class StepProfile:
     timeline: tuple[int, ...]
 
     def downsampled(self, points: int = 2000) -> tuple[tuple[float, int], ...]:
-        """(position in the step from 0 to 1, live bytes): at most about `points` pairs, the highest of each stretch kept."""
+        """(position in the step from 0 to 1, live bytes): at most about `points` pairs, the highest of each
+        stretch kept."""
         n = len(self.timeline)
         width = max(1, n // points)
         out = []

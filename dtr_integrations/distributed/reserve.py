@@ -1,9 +1,9 @@
 """Memory that a rank needs besides its tensors, line by line, in bytes.
 
-On CPU every line is 0: the budget counts tensor storages and nothing else is known to the allocator. On CUDA the lines
-that need no process group are modelled from what is known of the libraries (a CUDA context of about 500 MB, cuBLAS and
-cublasLt workspaces of 8.5 MB + 32 MiB) and a share of the budget for fragmentation of the caching allocator. Each line can
-be overridden; NCCL's line is 0 on one rank.
+On CPU every line is 0: the budget counts tensor storages and nothing else is known to the allocator. On CUDA
+the lines that need no process group are modelled from what is known of the libraries (a CUDA context of about
+500 MB, cuBLAS and cublasLt workspaces of 8.5 MB + 32 MiB) and a share of the budget for fragmentation of the
+caching allocator. Each line can be overridden; NCCL's line is 0 on one rank.
 """
 
 from __future__ import annotations
@@ -29,7 +29,8 @@ class Reserve:
 
 
 def reserve_for(device_type: str, budget_bytes: int, fixed: int | Mapping[str, int]) -> Reserve:
-    """The reserve within `budget_bytes`. `fixed`: what the user set: an int replaces the whole, a mapping single lines."""
+    """The reserve within `budget_bytes`. `fixed`: what the user set: an int replaces the whole, a mapping
+    single lines."""
     if isinstance(fixed, int):
         return Reserve(lines={"slack": fixed})
     lines = {"nccl": 0, "context": 0, "workspace": 0, "fragmentation": 0, "slack": 0}
