@@ -161,6 +161,8 @@ class BudgetSession:
         except Exception:
             self._settled = False  # nothing was changed: the caller may try again
             raise
+        if planned.captured.checkpointed:
+            _warn_of_checkpointing(planned)
         if not planned.captured.step.graphs:
             if self.config.fallback == "error":
                 raise CaptureError(_why_nothing(planned))
@@ -481,6 +483,21 @@ def read_plan(path: str | None) -> Plan | None:
             f"plan={path!r} cannot be read: {error}. Make one with plan(...).to_json()."
         ) from error
     return Plan.from_json(text)
+
+
+def _warn_of_checkpointing(planned: Planned) -> None:
+    inside = ", ".join(path or "the model" for path in planned.captured.checkpointed[:4])
+    default = planned.plan.is_default
+    warnings.warn(
+        f"the model checkpoints activations by itself (inside {inside}). "
+        + (
+            "The budget does not bind, so that stays in force; without it the step would be faster."
+            if default
+            else "The plan decides alone what is recomputed; take that checkpointing out, it is not stacked."
+        ),
+        PlanWarning,
+        stacklevel=4,
+    )
 
 
 def _why_nothing(planned: Planned) -> str:

@@ -23,6 +23,7 @@ from dtr_integrations._compat import CustomPartitionerFn, partitioners
 from dtr_integrations.apply import registry
 from dtr_integrations.apply.partitioner import PlanPartitioner
 from dtr_integrations.apply.tags import expressible
+from dtr_integrations.capture.joint import is_replayable
 from dtr_integrations.capture.source import ModuleStep
 from dtr_integrations.capture.step import Captured, capture, dry_step
 from dtr_integrations.core.graph import JointGraph, OpKind, Phase
@@ -279,6 +280,62 @@ def test_modules_of_torch_itself_are_compiled_in_place_too() -> None:
         assert session.plan is not None
         assert len(session.plan.schedule) == 1
     assert model._compiled_call_impl is None
+
+
+class Checkpointed(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(64, 64) for _ in range(4))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = torch.utils.checkpoint.checkpoint(
+                lambda y, f=layer: torch.tanh(f(y)) * 2, x, use_reentrant=False
+            )
+        return x
+
+
+def test_the_users_own_checkpointing_is_said_before_step_1_and_not_stacked() -> None:
+    torch.manual_seed(0)
+    model, x = Checkpointed(), torch.randn(256, 64)
+    reference = Checkpointed()
+    reference.load_state_dict(model.state_dict())
+    reference(x).square().mean().backward()
+    with (
+        dtr_integrations.auto_checkpoint(model, budget="4GB"),
+        pytest.warns(dtr_integrations.errors.PlanWarning, match="checkpoints activations by itself"),
+    ):
+        model(x).square().mean().backward()
+    for ours, theirs in zip(model.parameters(), reference.parameters(), strict=True):
+        assert (ours.grad - theirs.grad).norm() <= 1e-5 * theirs.grad.norm()
+
+
+def test_what_must_not_run_twice_is_never_replayed() -> None:
+    """Collectives, routing decisions, ops with side effects or randomness of their own."""
+    graph = torch.fx.Graph()
+    x = graph.placeholder("x")
+    c10d, aten = torch.ops._c10d_functional, torch.ops.aten
+    never = [
+        (c10d.all_reduce.default, (x, "sum", "0")),
+        (c10d.wait_tensor.default, (x,)),
+        (aten.topk.default, (x, 2)),
+        (aten.sort.default, (x,)),
+        (aten.nonzero.default, (x,)),
+        (aten.add_.Tensor, (x, x)),
+        (aten.rand_like.default, (x,)),
+        (aten.native_dropout.default, (x, 0.5, True)),
+        (aten._scaled_dot_product_flash_attention_for_cpu.default, (x, x, x, 0.5)),
+        (torch.ops.higher_order.auto_functionalized, (aten.add_.Tensor,)),
+    ]
+    fine = [
+        (aten.mm.default, (x, x)),
+        (aten._scaled_dot_product_flash_attention_for_cpu.default, (x, x, x, 0.0, True)),
+        (aten._scaled_dot_product_flash_attention_for_cpu.default, (x, x, x)),
+    ]
+    assert [is_replayable(graph.call_function(target, args)) for target, args in never] == [False] * len(
+        never
+    )
+    assert [is_replayable(graph.call_function(target, args)) for target, args in fine] == [True] * len(fine)
 
 
 def test_a_partitioner_that_outlives_its_session_falls_back_to_torchs() -> None:

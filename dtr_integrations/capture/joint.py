@@ -167,6 +167,7 @@ class Draft:
     default_saved: tuple[int, ...] = ()
     save_sets: dict[str, tuple[int, ...]] = field(default_factory=dict)
     static: set[int] = field(default_factory=set)
+    checkpointed: tuple[str, ...] = ()  # module paths inside the user's own activation checkpointing
     forward_buffers: frozenset[str] | None = None
     backward_buffers: frozenset[str] | None = None
 
@@ -276,6 +277,7 @@ def describe(
         backward_outputs=tuple(index[n] for n in backward if isinstance(n, fx.Node)),
         index_by_name={node.name: i for node, i in index.items()},
         static=static,
+        checkpointed=tuple(dict.fromkeys(_module_path(n) for n in nodes if "ac_graph_id" in n.meta)),
     )
 
 

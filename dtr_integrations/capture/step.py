@@ -418,6 +418,7 @@ class Captured:
     step: StepGraph
     default: StepProfile
     called: tuple[str, ...]
+    checkpointed: tuple[str, ...] = ()  # module paths inside the user's own activation checkpointing
 
 
 def capture(source: StepSource, *, options: dict[str, Any] | None = None, device: str = "cpu") -> Captured:
@@ -441,7 +442,8 @@ def capture(source: StepSource, *, options: dict[str, Any] | None = None, device
         static=run.static,
         default_peak_bytes=run.profile.peak_bytes,
     )
-    return Captured(step=step, default=run.profile, called=run.called)
+    checkpointed = dict.fromkeys(path for draft in recorder.drafts.values() for path in draft.checkpointed)
+    return Captured(step=step, default=run.profile, called=run.called, checkpointed=tuple(checkpointed))
 
 
 def certify(
