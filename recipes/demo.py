@@ -24,7 +24,7 @@ from dtr_integrations import AutoCheckpoint
 from dtr_integrations.report import slowdown_table
 from dtr_integrations.units import format_bytes
 
-STEPS, PAIRS = 16, 30
+STEPS, PAIRS = 12, 30
 RUN_DIR = Path(__file__).resolve().parents[1] / "runs" / "demo"
 
 

@@ -24,7 +24,7 @@ def paired_steps(
     budget: str,
     plan: str,
     pairs: int = 30,
-    warm_up: int = 3,
+    warm_up: int = 2,
     console: Console,
 ) -> PairedRatio:
     """Time whole steps (forward, loss, backward, AdamW) of two copies of `model`, compiled by default and
