@@ -28,6 +28,8 @@ from .planner import Frontier, FrontierPoint, Problem, search
 _MAX_ROUNDS = 6
 # A certified plan that leaves more than this share of the dynamic budget unused is worth one more round.
 _SLACK_WORTH_A_ROUND = 0.03
+# A lowest plan that is certified to be over by more than this share: no correction of the simulator saves it.
+_HOPELESS = 0.25
 
 Progress = Callable[[str], None]
 
@@ -230,7 +232,8 @@ def _search_certified(bench: _Bench, problem: Problem, target: int) -> tuple[Cer
     lowest: Certified | None = None
     dynamic = max(target - bench.captured.default.static_bytes, 1)
     for _ in range(_MAX_ROUNDS):
-        point = frontier.at(target) or frontier.lowest
+        fits = frontier.at(target)
+        point = fits or frontier.lowest
         if point.schedules in bench.seen:
             break
         certified = bench.point(point)
@@ -239,6 +242,8 @@ def _search_certified(bench: _Bench, problem: Problem, target: int) -> tuple[Cer
         if certified.peak_bytes <= target and (best is None or certified.slowdown < best.slowdown):
             best = certified
         if best is certified and (target - certified.peak_bytes) / dynamic <= _SLACK_WORTH_A_ROUND:
+            break
+        if fits is None and (certified.peak_bytes - target) / dynamic > _HOPELESS:
             break
         correction = correct(problem.correction, bench.observations)
         frontier = search(replace(problem, correction=correction))
