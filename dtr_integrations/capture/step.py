@@ -12,7 +12,7 @@ import contextlib
 import gc
 import warnings
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -105,7 +105,8 @@ class _Watcher:
         self._split_last: _Compiled | None = None
         self.by_lowering: dict[Any, _Compiled] = {}
         self.regions: list[RegionProfile] = []
-        self._started: tuple[str, int, int, int] | None = None
+        self._held: list[dict[tuple[int, int], int]] = []  # for each region, by call that is open
+        self._started: tuple[str, int, int, dict[tuple[int, int], int]] | None = None
 
     def partitioned(self, fingerprint: str, num_forward_outputs: int, draft: Draft | None) -> None:
         """A joint graph was split. One that was split before (a recompile for another reason) is the same
@@ -139,7 +140,7 @@ class _Watcher:
         return lambda args: run(graph, call, args)
 
     def reset(self) -> None:
-        self.regions, self._started = [], None
+        self.regions, self._held, self._started = [], [], None
         for graph in self.graphs:
             graph.calls, graph.open = 0, []
         self.begin("eager", -1, -1)
@@ -148,7 +149,7 @@ class _Watcher:
         """The region before ends, this one starts."""
         self.end()
         self.world.ledger.mark(kind)
-        self._started = (kind, graph, call, self._open_bytes())
+        self._started = (kind, graph, call, self._open_calls())
 
     def end(self) -> None:
         """Write down the region that is open."""
@@ -157,10 +158,11 @@ class _Watcher:
         ledger = self.world.ledger
         ledger.close_mark()
         mark = ledger.marks[-1]
-        kind, graph, call, saved_bytes = self._started
+        kind, graph, call, held = self._started
         self._started = None
         if kind == "eager" and mark.end == mark.start:
             return
+        self._held.append(held)
         self.regions.append(
             RegionProfile(
                 kind=kind,
@@ -169,14 +171,31 @@ class _Watcher:
                 entry_bytes=mark.entry_bytes,
                 exit_bytes=mark.exit_bytes,
                 peak_bytes=mark.peak_bytes,
-                saved_bytes=saved_bytes,
+                saved_bytes=sum(held.values()),
                 start=mark.start,
                 end=mark.end,
             )
         )
 
-    def _open_bytes(self) -> int:
-        return sum(saved for graph in self.graphs for _, saved in graph.open)
+    def finish(self) -> None:
+        """The step is over.
+
+        A forward whose backward never ran (its output was detached) is not half of a pair. It counts as a
+        part of the eager program, with the default's bytes.
+        """
+        self.end()
+        widowed = self._open_calls().keys()
+        if not widowed:
+            return
+        for number, (region, held) in enumerate(zip(self.regions, self._held, strict=True)):
+            saved_bytes = sum(size for key, size in held.items() if key not in widowed)
+            region = replace(region, saved_bytes=saved_bytes)
+            if region.kind == "forward" and (region.graph, region.call) in widowed:
+                region = replace(region, kind="eager", graph=-1, call=-1)
+            self.regions[number] = region
+
+    def _open_calls(self) -> dict[tuple[int, int], int]:
+        return {(graph.index, call): saved for graph in self.graphs for call, saved in graph.open}
 
     def _forward(self, graph: _Compiled, call: Call, args: list[Any]) -> Any:
         number = graph.calls
@@ -293,7 +312,7 @@ def dry_step(
         before = dict(world.ledger.live_by_kind())
         _run(step)
         _label_gradients(world.counter, step)
-        watcher.end()
+        watcher.finish()
         static = StaticMemory(
             parameter_bytes=before.get("parameters", 0),
             buffer_bytes=before.get("buffers", 0),
