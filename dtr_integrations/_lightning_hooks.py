@@ -187,12 +187,15 @@ def _modules(module: nn.Module, names: tuple[str, ...]) -> dict[str, nn.Module]:
 
 
 def _logger_directory(trainer: Any) -> str | None:
+    """The first logger's directory, the same on every rank; None where there is none on this machine."""
     logger = trainer.logger
     if logger is None:
         return None
     directory = getattr(logger, "log_dir", None)
     if directory is None and logger.save_dir is not None:
         directory = os.path.join(logger.save_dir, str(logger.name), str(logger.version))
+    if directory is not None and "://" in str(directory):
+        directory = None
     return trainer.strategy.broadcast(directory)  # type: ignore[no-any-return]
 
 
