@@ -84,7 +84,7 @@ def make_plan(
         progress("searching")
         best, frontier, correction = _search_certified(bench, problem, target)
     if best.peak_bytes > target and not best_effort:
-        raise _infeasible(frontier, best, budget_bytes, reserve)
+        raise _infeasible(captured, frontier, best, budget_bytes, reserve)
     clock.lap("search and certify")
     plan = Plan(
         budget_bytes=budget_bytes,
@@ -346,12 +346,16 @@ def _given_schedules(plan: Plan, step: StepGraph) -> tuple[GraphSchedule, ...]:
     return plan.schedule
 
 
-def _infeasible(frontier: Frontier, best: Certified, budget_bytes: int, reserve: Reserve) -> BudgetInfeasible:
+def _infeasible(
+    captured: Captured, frontier: Frontier, best: Certified, budget_bytes: int, reserve: Reserve
+) -> BudgetInfeasible:
+    nothing = "nothing in this step was compiled, so there was nothing to recompute; see targets="
     return BudgetInfeasible(
         budget_bytes=budget_bytes,
         lowest_bytes=best.peak_bytes + reserve.total_bytes,
         reserve_bytes=reserve.total_bytes,
         holders=frontier.holders,
+        would_fit=() if captured.step.graphs else (nothing,),
     )
 
 

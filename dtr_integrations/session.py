@@ -29,7 +29,15 @@ from .config import DTRConfig
 from .core.peak import PeakReport
 from .core.plan import GraphSchedule, Plan
 from .distributed import Reserve, reserve_for
-from .errors import CaptureError, CertifyError, ConfigError, NothingPlanned, PlanMismatch, PlanWarning
+from .errors import (
+    BudgetInfeasible,
+    CaptureError,
+    CertifyError,
+    ConfigError,
+    NothingPlanned,
+    PlanMismatch,
+    PlanWarning,
+)
 from .measure import (
     PeakLog,
     TracedPeak,
@@ -88,8 +96,7 @@ class BudgetSession:
         self._settled = False  # planned, or given up on
         self._log: PeakLog | None = None
 
-    # -- what users read
-    # ---------------------------------------------------------------------------------------------
+    # -- what users read -------------------------------------------------------------------------------------
 
     @property
     def plan(self) -> Plan | None:
@@ -118,8 +125,7 @@ class BudgetSession:
 
         return session_text(self.planned, self.reports)
 
-    # -- lifecycle
-    # ---------------------------------------------------------------------------------------------------
+    # -- lifecycle -------------------------------------------------------------------------------------------
 
     @property
     def needs_plan(self) -> bool:
@@ -158,8 +164,18 @@ class BudgetSession:
                 raise
             self._give_up(f"the step could not be captured: {error}")
             return
+        except BudgetInfeasible as error:
+            if self.planned is None:
+                self._settled = False  # nothing was changed: the caller may try again
+                raise
+            # A run that has begun is not ended by what was learnt in it: the plan in force stays.
+            self._replans = _MAX_REPLANS
+            warnings.warn(
+                f"no better plan was found, the one in force stays: {error}", PlanWarning, stacklevel=3
+            )
+            return
         except Exception:
-            self._settled = False  # nothing was changed: the caller may try again
+            self._settled = False
             raise
         if planned.captured.checkpointed:
             _warn_of_checkpointing(planned)
@@ -183,8 +199,7 @@ class BudgetSession:
     def __exit__(self, *exc: object) -> None:
         self.close()
 
-    # -- measuring
-    # ---------------------------------------------------------------------------------------------------
+    # -- measuring -------------------------------------------------------------------------------------------
 
     def should_measure(self, *, last_step: int | None = None) -> bool:
         """Whether the optimizer step that comes next is one to measure."""
@@ -279,8 +294,7 @@ class BudgetSession:
         self.finish_step()
         return result
 
-    # -- inside
-    # ------------------------------------------------------------------------------------------------------
+    # -- inside ----------------------------------------------------------------------------------------------
 
     def _targets(self) -> tuple[str, ...]:
         return tuple(self.config.targets) if self.config.targets else ("",)
