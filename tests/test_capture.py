@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import copy
+import gc
 import itertools
 import random
+import weakref
 from typing import Any
 
 import numpy as np
@@ -196,3 +198,12 @@ def test_fingerprints_do_not_depend_on_the_capture(name: str) -> None:
             [g.fingerprint for g in capture(ModuleStep(model=model, args=(batch[:8],))).step.graphs]
         )
     assert prints[0] == prints[1]
+
+
+def test_a_captured_model_can_be_freed() -> None:
+    model = nn.Linear(8, 8)
+    alive = weakref.ref(model)
+    capture(ModuleStep(model=model, args=(torch.randn(2, 8),)))
+    del model
+    gc.collect()
+    assert alive() is None

@@ -37,9 +37,10 @@ def reference(name: str, how: str) -> Trained:
     """The same steps without us: torch.compile's default, or eager."""
     case = CASES[name]
     model, batch, optimizer = case.build()
-    if how == "compiled":
+    if how != "eager":
         model.compile(dynamic=False)
-    return train(model, optimizer, lambda: case.loss(model(batch)), lambda step: step())
+    with torch._inductor.config.patch(fallback_random="random" in how):
+        return train(model, optimizer, lambda: case.loss(model(batch)), lambda step: step())
 
 
 def planned(name: str, budget_bytes: int, **config: Any) -> tuple[Trained, Any]:
@@ -100,7 +101,12 @@ def test_planned_training_is_eager_training_with_eagers_random_numbers(name: str
     trained, session = planned(name, budget_at(name, 0.6), compile_options=options)
     assert not session.plan.is_default
     error, where = worst(trained, reference(name, "eager"))
-    assert error <= 10 * TOLERANCE, where  # other kernels, three optimizer steps apart
+    if error > 10 * TOLERANCE:
+        # Adam on a BatchNorm net blows up the last bit in which eager's kernels differ from compiled ones:
+        # torch's own default is then as far from eager, and the plan has to stand where the default stands.
+        compiled = reference(name, "compiled, eager's random numbers")
+        assert error <= 1.01 * worst(compiled, reference(name, "eager"))[0], where
+        assert worst(trained, compiled)[0] <= TOLERANCE
 
 
 @pytest.mark.parametrize("name", CASES)

@@ -131,6 +131,11 @@ class FakeWorld:
         `requires_grad`)."""
         return self.copy(tree)
 
+    def release(self) -> None:
+        """Let go of the real objects: torch keeps compiled code, and through it this world, longer than
+        anyone wants."""
+        self._memo = {}
+
     @contextlib.contextmanager
     def active(self) -> Iterator[None]:
         """Run code in this world. The random state of Python, numpy and torch is put back at the end."""

@@ -267,6 +267,11 @@ class _Observed(CustomPartitionerFn):  # type: ignore[misc, unused-ignore]
     def uuid(self) -> Any:
         return self.inner.uuid()
 
+    def release(self) -> None:
+        """Let go of the fake world: Dynamo keeps every backend that it has seen, and through it would keep
+        the model."""
+        del self.inner, self.watcher
+
 
 @dataclass(frozen=True, kw_only=True)
 class DryRun:
@@ -296,6 +301,8 @@ def dry_step(
     observed = _Observed(partitioner, watcher)
     called: list[str] = []
     with contextlib.ExitStack() as stack:
+        stack.callback(observed.release)
+        stack.callback(world.release)
         step = _built(source, world)
         _label_static(world.counter, step)
         stack.enter_context(_compiled(step, observed, options or {}, called))
