@@ -45,7 +45,7 @@ _HOMES = MappingProxyType(
 # importing it would put the module in the name's place.
 _MODULES = frozenset(
     {"accelerate", "config", "core", "dtr", "errors", "fabric", "lightning", "measure", "online", "planner"}
-    | {"pytorch_lightning", "transformers", "units"}
+    | {"pytorch_lightning", "report", "transformers", "units"}
 )
 
 # Frameworks are extras: the package that a front door needs, and the extra that brings it.

@@ -83,8 +83,8 @@ def plan(
         ConfigError, BudgetInfeasible, PlanMismatch, CaptureError.
     """
     from .distributed import reserve_for
-    from .pipeline import make_plan
-    from .session import read_plan
+    from .pipeline import make_plan, silent
+    from .session import read_plan, shown
 
     source, settings, place, budget_bytes = _question(
         model, example_inputs, budget, optimizer, loss_fn, strategy, world_size, device, config
@@ -98,6 +98,7 @@ def plan(
         mode=settings.mode,
         best_effort=settings.on_infeasible == "best_effort",
         given=read_plan(settings.plan),
+        progress=shown if settings.progress else silent,
     ).plan
 
 

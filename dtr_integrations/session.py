@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
+import sys
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -86,7 +87,7 @@ class BudgetSession:
         self.reports: list[PeakReport] = []
         self.trace: TracedPeak | None = None
         self.step_count = 0
-        self._progress = progress or (_shown if config.progress else silent)
+        self._progress = progress or (shown if config.progress else silent)
         self._budget_bytes: int | None = None
         self._in_place: InPlace | None = None
         self._registered = ""
@@ -527,5 +528,6 @@ def _why_nothing(planned: Planned) -> str:
     )
 
 
-def _shown(message: str) -> None:
-    log.info("%s", message)
+def shown(message: str) -> None:
+    """One line on stderr: planning takes seconds, and nobody should wonder what they are for."""
+    sys.stderr.write(f"dtr_integrations: {message}\n")
