@@ -110,7 +110,7 @@ class AutoCheckpointHooks:
         if session is None:
             return
         self._abandon()
-        if session.needs_plan:
+        if session.plans_for(batch):
             step = LightningStep(namespace=self.namespace, trainer=trainer, module=pl_module, batch=batch)
             if self._targets is None:
                 self._targets = tuple(self.config.targets or step.called())

@@ -42,10 +42,11 @@ def auto_checkpoint(
         BudgetInfeasible: at the first training call, when no plan fits.
     """
     from .config import DTRConfig
-    from .session import ModuleSession
+    from .own_loop import ModuleSession
 
     settings = DTRConfig.from_any(budget=budget, **config)
     _check_module(model)
+    _check_optimizer(optimizer)
     return ModuleSession(settings, model, optimizers=() if optimizer is None else (optimizer,))
 
 
@@ -148,22 +149,24 @@ def _question(
     device: Any,
     config: dict[str, Any],
 ) -> tuple[StepSource, DTRConfig, torch.device, int]:
-    import torch
 
     from .capture.source import ModuleStep, split_inputs
     from .config import DTRConfig
     from .errors import ConfigError
     from .measure import device_total_bytes
+    from .own_loop import target_modules
 
     settings = DTRConfig.from_any(budget=budget, **config)
     _check_module(model)
+    _check_optimizer(optimizer)
+    targets = tuple(settings.targets or ("",))
+    target_modules(model, targets)
     if strategy is not None or world_size != 1:
         raise ConfigError(
             f"strategy={strategy!r}, world_size={world_size!r}: this version plans one rank "
             "(strategy=None, world_size=1)"
         )
-    place = torch.device(device) if device is not None else next((p.device for p in model.parameters()), None)
-    place = place if place is not None and place.type != "meta" else torch.device("cpu")
+    place = _device(device, model)
     budget_bytes = settings.budget_bytes(lambda: device_total_bytes(place))
     args, kwargs = split_inputs(example_inputs)
     source = ModuleStep(
@@ -172,7 +175,7 @@ def _question(
         kwargs=kwargs,
         optimizer=optimizer,
         loss_fn=loss_fn,
-        targets=tuple(settings.targets or ("",)),
+        targets=targets,
     )
     return source, settings, place, budget_bytes
 
@@ -188,3 +191,29 @@ def _check_module(model: Any) -> None:
         )
     if not isinstance(model, torch.nn.Module):
         raise ConfigError(f"the model is {type(model).__name__}, not a torch.nn.Module")
+
+
+def _check_optimizer(optimizer: Any) -> None:
+    import torch
+
+    from .errors import ConfigError
+
+    if optimizer is not None and not isinstance(optimizer, torch.optim.Optimizer):
+        raise ConfigError(f"optimizer={optimizer!r} is no torch.optim.Optimizer; pass one, or leave it out")
+
+
+def _device(device: Any, model: torch.nn.Module) -> torch.device:
+    import torch
+
+    from .errors import ConfigError
+
+    if device is None:
+        place = next((p.device for p in model.parameters()), torch.device("cpu"))
+        return place if place.type != "meta" else torch.device("cpu")
+    try:
+        place = torch.device(device)
+    except RuntimeError as error:
+        raise ConfigError(f'device={device!r} is no device; for example "cpu" or "cuda:0"') from error
+    if place.type not in ("cpu", "cuda") or (place.type == "cuda" and not torch.cuda.is_available()):
+        raise ConfigError(f"device={device!r} is not there; this version plans for the CPU or a CUDA device")
+    return place

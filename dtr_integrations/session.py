@@ -25,7 +25,7 @@ from .apply.partitioner import PlanPartitioner, planned_options
 from .capture.closure import FunctionStep, tensors_of
 from .capture.fake import preserved_randomness
 from .capture.joint import fingerprint
-from .capture.source import ModuleStep, StepSource
+from .capture.source import StepSource
 from .config import DTRConfig
 from .core.peak import PeakReport
 from .core.plan import GraphSchedule, Plan
@@ -44,6 +44,7 @@ from .measure import (
     TracedPeak,
     device_total_bytes,
     is_measured,
+    live_bytes,
     static_bytes,
     tensors_in,
     trace_step,
@@ -53,6 +54,7 @@ from .units import format_bytes
 
 log = logging.getLogger("dtr_integrations")
 _MAX_REPLANS = 2
+_MAX_GROWTHS = 4
 
 
 class BudgetSession:
@@ -95,6 +97,10 @@ class BudgetSession:
         self._learnt_bytes = 0  # what measuring showed to be missing from the prediction
         self._replans = 0
         self._settled = False  # planned, or given up on
+        self._closed = False
+        self._earlier: dict[str, GraphSchedule] = {}  # of plans that this run has outgrown
+        self._batch_bytes = 0  # of the largest batch that was planned for
+        self._measured_before_plan = 0
         self._log: PeakLog | None = None
 
     # -- what users read -------------------------------------------------------------------------------------
@@ -133,6 +139,22 @@ class BudgetSession:
         """True until planned; true again when a measured step showed the plan to be over the budget."""
         return not self._settled
 
+    def plans_for(self, batch: Any) -> bool:
+        """Whether `prepare` has to be called before a step with this batch: there is no plan yet, or the
+        batch is larger than any that was planned for (a bounded number of times; then graphs are planned on
+        the spot)."""
+        size_bytes = live_bytes(tensors_in(batch))
+        grown = self.plan is not None and self.config.plan is None and size_bytes > self._batch_bytes
+        if grown and self._growths < _MAX_GROWTHS:
+            self._growths += 1
+            log.warning("a batch of %s is larger than planned for: planning again", format_bytes(size_bytes))
+            self._settled = False
+        if self.needs_plan:
+            self._batch_bytes = max(self._batch_bytes, size_bytes)
+        return self.needs_plan
+
+    _growths = 0
+
     def install(
         self, targets: Mapping[str, nn.Module], before_call: Callable[..., None] | None = None
     ) -> None:
@@ -146,6 +168,8 @@ class BudgetSession:
         modules run eagerly with a `NothingPlanned` warning. The model, gradients and random state are as
         before in every case.
         """
+        if self._closed:
+            raise ConfigError("this session is closed; make a new one to train under a budget again")
         self._settled = True
         try:
             with preserved_randomness():
@@ -175,7 +199,7 @@ class BudgetSession:
                 f"no better plan was found, the one in force stays: {error}", PlanWarning, stacklevel=3
             )
             return
-        except Exception:
+        except BaseException:  # an interrupt too: the next call plans again
             self._settled = False
             raise
         if planned.captured.checkpointed:
@@ -189,6 +213,7 @@ class BudgetSession:
 
     def close(self) -> None:
         """Restore the modules. The plan and the reports stay readable; calling twice is fine."""
+        self._closed = True
         if self._in_place is not None:
             self._in_place.remove()
             self._in_place = None
@@ -207,7 +232,7 @@ class BudgetSession:
         return self.plan is not None and is_measured(
             self.step_count + 1,
             every=self.config.log_every_n_steps,
-            measured_so_far=len(self.reports),
+            measured_so_far=len(self.reports) - self._measured_before_plan,
             last_step=last_step,
         )
 
@@ -280,7 +305,10 @@ class BudgetSession:
         what it refers to (model, optimizers, batch, schedulers), so it should do nothing but the step.
         Numbers that it reads off tensors there (`loss.item()`) are stand-ins.
         """
-        if self.needs_plan:
+        if self._closed:
+            raise ConfigError("this session is closed; make a new one to train under a budget again")
+        batch = tensors_of(fn)
+        if self.plans_for(batch):
             self.prepare(
                 FunctionStep(
                     fn=fn, model=self.model, optimizers=tuple(self.optimizers), targets=self._targets()
@@ -290,7 +318,7 @@ class BudgetSession:
             result = fn()
             self.finish_step()
             return result
-        with self.tracing(tensors_of(fn)):
+        with self.tracing(batch):
             result = fn()
         self.finish_step()
         return result
@@ -310,7 +338,10 @@ class BudgetSession:
         return Reserve(lines={**reserve.lines, "learnt from measured steps": self._learnt_bytes})
 
     def _adopt(self, planned: Planned) -> None:
+        if self.planned is not None:
+            self._earlier |= {schedule.fingerprint: schedule for schedule in self.planned.plan.schedule}
         self.planned = planned
+        self._measured_before_plan = len(self.reports)
         self._unknown = {}
         plan = planned.plan
         registry.unregister(self._registered)
@@ -354,7 +385,7 @@ class BudgetSession:
     def _decide(self, joint: fx.GraphModule, num_outputs: int, static: Any) -> GraphSchedule | None:
         assert self.planned is not None
         name = fingerprint(joint, num_outputs)
-        known = self.planned.plan.for_graph(name)
+        known = self.planned.plan.for_graph(name) or self._earlier.get(name)
         if known is not None:
             return known
         if name not in self._unknown:
@@ -362,12 +393,15 @@ class BudgetSession:
                 joint, num_outputs, static, planned=self.planned, device=self.device.type
             )
             self._unknown[name] = schedule
-            log.warning(
-                "a graph that the plan does not know (another input shape or branch)"
-                "was planned on the spot: about %s, slowdown %.3f, not certified",
-                format_bytes(peak_bytes),
-                slowdown,
+            self._measured_before_plan = len(self.reports)  # not certified: measure soon
+            text = (
+                "a graph that the plan does not know (another input shape or branch) was planned on the "
+                f"spot: about {format_bytes(peak_bytes)}, slowdown {slowdown:.3f}, not certified"
             )
+            if peak_bytes > self.budget_bytes - self.planned.plan.reserve_bytes:
+                warnings.warn(f"{text}; over the budget {self.config.budget}", PlanWarning, stacklevel=2)
+            else:
+                log.warning("%s", text)
         return self._unknown[name]
 
     def _reconcile(self, report: PeakReport) -> None:
@@ -394,97 +428,8 @@ class BudgetSession:
             self._settled = False
 
 
-class ModuleSession(BudgetSession):
-    """The session of `auto_checkpoint`: plans at the model's first training call.
-
-    It sees the module's call and not the loss around it, so the loss is taken to be `default_loss` of the
-    output, which costs next to nothing; use `session.step(fn)` to have the whole step planned. Whether old
-    gradients live beside the activations is only known at the second call; when they do, the step is planned
-    again with them.
-    """
-
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
-        self._zero_after_forward = False
-        self._micro_batches = 1
-        self._calls = 0
-        self._steps_at_first_call = 0
-        self._optimizer_steps = 0
-        self._in_step = False
-        self._hooks: list[Any] = []
-        names = self._targets()
-        try:
-            modules = {name: self.model.get_submodule(name) for name in names}
-        except AttributeError as error:
-            raise ConfigError(
-                f"targets={list(names)!r}: {error}. Names as in model.named_modules()."
-            ) from error
-        self.install(modules, self._before_call)
-        for optimizer in self.optimizers:
-            self._hooks.append(optimizer.register_step_post_hook(self._stepped))
-
-    def step(self, fn: Callable[[], Any]) -> Any:
-        """See `BudgetSession.step`."""
-        self._in_step = True
-        try:
-            return super().step(fn)
-        finally:
-            self._in_step = False
-
-    def close(self) -> None:
-        """See `BudgetSession.close`."""
-        super().close()
-        for hook in self._hooks:
-            hook.remove()
-        self._hooks = []
-
-    def _stepped(self, *_: Any) -> None:
-        self._optimizer_steps += 1
-        if not self._in_step:
-            self.step_count += 1
-
-    def _before_call(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        self._calls += 1
-        if self._calls == 2 and not self._in_step:
-            self._look_at_gradients()
-        if self.needs_plan and not self._in_step:
-            self.prepare(
-                ModuleStep(
-                    model=self.model,
-                    args=args,
-                    kwargs=kwargs,
-                    optimizer=self.optimizers[0] if self.optimizers else None,
-                    targets=self._targets(),
-                    context=_live_autocast(self.device.type),
-                    zero_after_forward=self._zero_after_forward,
-                    micro_batches=self._micro_batches,
-                )
-            )
-
-    def _look_at_gradients(self) -> None:
-        if self.plan is None or not any(p.grad is not None for p in self.model.parameters()):
-            return
-        if self._optimizer_steps:
-            self._zero_after_forward = True
-            seen = "old gradients are still there when the next forward runs"
-        else:
-            self._micro_batches = 2
-            seen = "gradients accumulate over several backwards"
-        log.warning(
-            "%s: planning again with them (zero_grad before the forward would save their bytes)", seen
-        )
-        self._settled = False
-
-
 def _device_of(model: nn.Module) -> torch.device:
     return next((p.device for p in model.parameters()), torch.device("cpu"))
-
-
-def _live_autocast(device_type: str) -> Callable[[], Any] | None:
-    if not torch.is_autocast_enabled(device_type):
-        return None
-    dtype, cached = torch.get_autocast_dtype(device_type), torch.is_autocast_cache_enabled()
-    return lambda: torch.autocast(device_type, dtype=dtype, cache_enabled=cached)
 
 
 def read_plan(path: str | None) -> Plan | None:
@@ -493,7 +438,7 @@ def read_plan(path: str | None) -> Plan | None:
         return None
     try:
         text = Path(path).read_text()
-    except OSError as error:
+    except (OSError, UnicodeDecodeError) as error:
         raise PlanMismatch(
             f"plan={path!r} cannot be read: {error}. Make one with plan(...).to_json()."
         ) from error

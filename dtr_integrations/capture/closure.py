@@ -9,14 +9,19 @@ open file, a loader) is shared.
 
 from __future__ import annotations
 
+import contextlib
+import copy
+import io
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Generator
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import nn
 from torch.utils import _pytree as pytree
+from torch.utils.data import DataLoader, Dataset
+from torch.utils.data.dataloader import _BaseDataLoaderIter
 
 from ..errors import CaptureError
 from .fake import FakeWorld
@@ -80,10 +85,34 @@ class _Rebuild:
             return self.function(value) if _is_users(value) else value
         if isinstance(value, types.MethodType):
             return types.MethodType(value.__func__, self.value(value.__self__))
+        if isinstance(value, io.IOBase):
+            return io.StringIO() if isinstance(value, io.TextIOBase) else io.BytesIO()
+        if isinstance(value, (_BaseDataLoaderIter, Generator)):
+            raise CaptureError(
+                f"the step draws its batch from a {type(value).__name__}, and planning would use batches up. "
+                "Fetch it outside of the function: for batch in loader: session.step(lambda: train(batch))"
+            )
+        if isinstance(value, (DataLoader, Dataset)):
+            return value
         try:
             return self._once(value, self.world.copy)
         except CaptureError:
+            return self._once(value, self._by_attribute)
+
+    def _by_attribute(self, value: Any) -> Any:
+        """An object that cannot be copied whole (it holds a lock, a file): a shallow copy over twins of its
+        parts."""
+        if not hasattr(value, "__dict__"):
             return value
+        try:
+            twin = copy.copy(value)
+        except Exception:
+            return value
+        self.done[id(value)] = twin
+        for name, part in vars(value).items():
+            with contextlib.suppress(AttributeError):
+                setattr(twin, name, self.value(part))
+        return twin
 
     def _once(self, value: Any, make: Callable[[Any], Any]) -> Any:
         if id(value) not in self.done:
@@ -107,7 +136,8 @@ def tensors_of(fn: Callable[..., Any]) -> list[torch.Tensor]:
     """The real tensors that `fn` refers to besides modules and optimizers: the batch that lives through its
     step."""
     rebuild = _Rebuild(_Uncopied())
-    rebuild.callable(fn)
+    with contextlib.suppress(CaptureError):  # building the step will say it
+        rebuild.callable(fn)
     return [leaf for real, _ in rebuild.data for leaf in pytree.tree_leaves(real) if _is_tensor(leaf)]
 
 

@@ -65,6 +65,10 @@ class StorageCounter:
 
     def watch(self, tensor: torch.Tensor, kind: str = "transient") -> None:
         """Count the tensor's storage from now until it dies."""
+        if tensor.layout is torch.sparse_coo:
+            self.watch(tensor._indices(), kind)
+            self.watch(tensor._values(), kind)
+            return
         storage = tensor.untyped_storage()
         key = storage._cdata
         if key in self._watched:
@@ -81,6 +85,9 @@ class StorageCounter:
     def label(self, tensor: torch.Tensor, kind: str) -> None:
         """Say what a tensor's storage is for; start counting it if it was not."""
         self.watch(tensor, kind)
+        if tensor.layout is torch.sparse_coo:
+            self.label(tensor._values(), kind)
+            return
         self.ledger.label(tensor.untyped_storage()._cdata, kind)
 
 
@@ -118,6 +125,12 @@ class FakeWorld:
         instance by a closure over the *real* optimizer.
         """
         twin: torch.optim.Optimizer = self.copy(optimizer)
+        for name, value in vars(optimizer).items():
+            # What a subclass keeps besides (LBFGS's parameters, SAM's base optimizer); not functions: see
+            # above.
+            if name not in vars(twin) and not callable(value):
+                is_optimizer = isinstance(value, torch.optim.Optimizer)
+                setattr(twin, name, self.optimizer(value) if is_optimizer else self.copy(value))
         with self.mode:
             for state in twin.state.values():
                 for name, value in state.items():

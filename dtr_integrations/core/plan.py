@@ -98,7 +98,7 @@ class Plan:
         from ..errors import PlanMismatch
 
         try:
-            data: dict[str, Any] = json.loads(text)
+            data: dict[str, Any] = dict(json.loads(text))
             stated = data.pop("digest")
             data.pop("required_bytes")
             if (version := data.pop("format")) != 1:

@@ -1,0 +1,227 @@
+"""A training loop of one's own: misuse is said, nothing real is used up, larger batches stay in budget."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import dtr_integrations
+from dtr_integrations.errors import BudgetInfeasible, ConfigError, NothingPlanned, PlanMismatch
+
+
+class Net(nn.Module):
+    """Six blocks of 32, dropout; activations outweigh gradients at 256 rows."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(32, 32) for _ in range(6))
+        self.drop = nn.Dropout(0.1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = self.drop(torch.tanh(layer(x)))
+        return x
+
+
+def setup(rows: int = 256) -> tuple[nn.Module, torch.optim.Optimizer, torch.Tensor]:
+    torch.manual_seed(0)
+    model = Net()
+    return model, torch.optim.AdamW(model.parameters()), torch.randn(rows, 32)
+
+
+def one_step(model: nn.Module, optimizer: Any, x: torch.Tensor) -> None:
+    optimizer.zero_grad()
+    model(x).square().mean().backward()
+    optimizer.step()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        ({"targets": ["nope"]}, "nope"),
+        ({"targets": ["layers.0", "layers.0"]}, "named twice"),
+        ({"targets": ["", "layers.0"]}, "inside"),
+        ({"optimizer": "adam"}, "optimizer='adam'"),
+        ({"device": "gpu"}, "device='gpu'"),
+        ({"device": "xpu"}, "device='xpu'"),
+        ({"world_size": 2}, "world_size=2"),
+    ],
+)
+def test_wrong_arguments_of_plan_name_themselves(arguments: dict[str, Any], says: str) -> None:
+    model, _, x = setup()
+    with pytest.raises(ConfigError, match=says):
+        dtr_integrations.plan(model, x, budget="1GB", **arguments)
+
+
+@pytest.mark.parametrize("text", [b"null", b"\xff\xfe", b"[]", b"{}"])
+def test_a_file_that_holds_no_plan_is_refused(text: bytes, tmp_path: Path) -> None:
+    model, _, x = setup()
+    (tmp_path / "plan.json").write_bytes(text)
+    with pytest.raises(PlanMismatch, match="plan"):
+        dtr_integrations.plan(model, x, budget="1GB", plan=str(tmp_path / "plan.json"))
+
+
+def test_a_module_has_one_compiler_at_a_time() -> None:
+    model, _, _ = setup()
+    with dtr_integrations.auto_checkpoint(model, budget="1GB"), pytest.raises(ConfigError, match="already"):
+        dtr_integrations.auto_checkpoint(model, budget="1GB")
+    model.compile()
+    with pytest.raises(ConfigError, match="already"):
+        dtr_integrations.auto_checkpoint(model, budget="1GB")
+
+
+def test_a_closed_session_says_so() -> None:
+    model, optimizer, x = setup()
+    session = dtr_integrations.auto_checkpoint(model, optimizer=optimizer, budget="1GB")
+    session.close()
+    session.close()
+    with pytest.raises(ConfigError, match="closed"):
+        session.step(lambda: one_step(model, optimizer, x))
+
+
+def test_training_in_eval_mode_is_never_a_silent_nothing() -> None:
+    model, optimizer, x = setup()
+    model.eval()
+    with (
+        dtr_integrations.auto_checkpoint(model, optimizer=optimizer, budget="1GB") as session,
+        pytest.warns(NothingPlanned, match=r"model\.train\(\)"),
+    ):
+        one_step(model, optimizer, x)
+    assert session.plan is None
+
+
+def test_an_interrupt_while_planning_leaves_the_session_as_it_was() -> None:
+    model, optimizer, x = setup()
+    tries: list[int] = []
+
+    class Impatient(nn.Module):
+        def __deepcopy__(self, memo: Any) -> Any:
+            tries.append(1)
+            raise KeyboardInterrupt
+
+    model.extra = Impatient()
+    session = dtr_integrations.auto_checkpoint(model, optimizer=optimizer, budget="1GB")
+    with pytest.raises(KeyboardInterrupt):
+        session.step(lambda: one_step(model, optimizer, x))
+    assert tries
+    assert session.needs_plan
+    del model.extra
+    session.step(lambda: one_step(model, optimizer, x))
+    assert session.plan is not None
+    session.close()
+
+
+def test_a_step_that_draws_from_an_iterator_draws_nothing_while_planning() -> None:
+    model, optimizer, x = setup()
+    drawn: list[int] = []
+
+    def batches() -> Iterator[torch.Tensor]:
+        while True:
+            drawn.append(1)
+            yield x
+
+    stream = batches()
+    with (
+        dtr_integrations.auto_checkpoint(model, optimizer=optimizer, budget="1GB") as session,
+        pytest.warns(NothingPlanned, match="outside of the function"),
+    ):
+        session.step(lambda: one_step(model, optimizer, next(stream)))
+    assert len(drawn) == 1
+
+
+def test_a_trainer_object_with_a_file_is_planned_all_the_same(tmp_path: Path) -> None:
+    class Loop:
+        def __init__(self) -> None:
+            self.model, self.optimizer, self.x = setup()
+            self.log = (tmp_path / "log").open("w")
+            self.memory = io.StringIO()
+
+        def step(self) -> None:
+            one_step(self.model, self.optimizer, self.x)
+            self.log.write("step\n")
+            self.memory.write("step\n")
+
+    loop = Loop()
+    before = {k: v.clone() for k, v in loop.model.state_dict().items()}
+    with dtr_integrations.auto_checkpoint(loop.model, optimizer=loop.optimizer, budget="1000B") as session:
+        with pytest.raises(BudgetInfeasible):
+            session.step(loop.step)
+    assert all(torch.equal(v, before[k]) for k, v in loop.model.state_dict().items())
+    with dtr_integrations.auto_checkpoint(loop.model, optimizer=loop.optimizer, budget="1GB") as session:
+        session.step(loop.step)
+        assert session.plan is not None
+    loop.log.close()
+    assert (tmp_path / "log").read_text() == loop.memory.getvalue() == "step\n"
+
+
+class Own(torch.optim.Optimizer):
+    """An optimizer with attributes of its own, one of them another optimizer."""
+
+    def __init__(self, parameters: Any) -> None:
+        super().__init__(parameters, {"lr": 0.1})
+        self.scale = torch.ones(())
+        self.base = torch.optim.SGD(self.param_groups, lr=0.1)
+
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                parameter.grad.mul_(self.scale)
+        self.base.step()
+
+
+def test_optimizers_with_attributes_of_their_own_are_planned() -> None:
+    model, _, x = setup()
+    for optimizer in (Own(model.parameters()), torch.optim.LBFGS(model.parameters(), max_iter=1)):
+
+        def step(optimizer: Any = optimizer) -> None:
+            def closure() -> torch.Tensor:
+                optimizer.zero_grad()
+                loss = model(x).square().mean()
+                loss.backward()
+                return loss
+
+            if isinstance(optimizer, torch.optim.LBFGS):
+                optimizer.step(closure)
+            else:
+                closure()
+                optimizer.step()
+
+        with dtr_integrations.auto_checkpoint(model, optimizer=optimizer, budget="1GB") as session:
+            session.step(step)
+            assert session.plan is not None
+
+
+def test_a_larger_batch_is_planned_again_before_it_runs() -> None:
+    model, optimizer, x = setup()
+    default = dtr_integrations.plan(model, x, budget="1GB", optimizer=optimizer)
+    span = default.default_allocated_bytes - default.static_bytes
+    budget = default.static_bytes + int(1.2 * span)
+    with dtr_integrations.auto_checkpoint(model, optimizer=optimizer, budget=f"{budget}B") as session:
+        for rows in (256, 256, 384, 384, 256):
+            batch = x[:rows] if rows <= 256 else torch.cat([x, x[: rows - 256]])
+            session.step(lambda batch=batch: one_step(model, optimizer, batch))
+        assert not session.plan.is_default  # 384 rows need more than the budget
+        assert len(session.reports) == 2
+        assert all(report.within_budget for report in session.reports)
+        assert max(report.prediction_error for report in session.reports) <= 0.01
+
+
+def test_gradients_that_live_on_are_planned_for_at_the_second_call() -> None:
+    model, optimizer, x = setup()
+    with dtr_integrations.auto_checkpoint(model, optimizer=optimizer, budget="1GB") as session:
+        peaks = []
+        for _ in range(3):
+            loss = model(x).square().mean()
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+            peaks.append(session.plan.predicted_allocated_bytes)
+    gradients = sum(p.nbytes for p in model.parameters())
+    assert peaks[0] < peaks[1] == peaks[2]
+    assert peaks[1] - peaks[0] <= gradients
