@@ -13,6 +13,7 @@ from .apply import registry
 from .apply.partitioner import PlanPartitioner, planned_options
 from .capture.costs import measured_rates
 from .capture.joint import describe, fingerprint
+from .capture.scratch import Scratch
 from .capture.source import StepSource
 from .capture.step import Captured, DryRun, capture, certify
 from .core.graph import JointGraph, RegionKind, StepGraph
@@ -22,6 +23,7 @@ from .core.schedule import default_schedules
 from .core.simulate import Correction, Observation, calibrate, correct
 from .distributed import Reserve
 from .errors import BudgetInfeasible, CertifyError, PlanMismatch
+from .measure import measure_step
 from .planner import Frontier, FrontierPoint, Problem, search
 
 # Certifying costs about a compile's front half; the simulator is mostly within 2 %, so few rounds settle it.
@@ -30,6 +32,9 @@ _MAX_ROUNDS = 6
 _SLACK_WORTH_A_ROUND = 0.03
 # A lowest plan that is certified to be over by more than this share: no correction of the simulator saves it.
 _HOPELESS = 0.25
+
+# Measured once per op and shape, so for the whole process.
+_SCRATCH = Scratch(lambda run: measure_step(run, device="cpu").peak_bytes)
 
 Progress = Callable[[str], None]
 
@@ -72,7 +77,7 @@ def make_plan(
     """
     clock = _Clock()
     progress("capturing the training step")
-    captured = capture(source, options=options, device=device)
+    captured = capture(source, options=options, device=device, scratch=_SCRATCH)
     clock.lap("capture")
     bench = _Bench(source=source, captured=captured, options=options, mode=mode, progress=progress)
     target = budget_bytes - reserve.total_bytes
@@ -125,7 +130,7 @@ def make_frontier(
 ) -> Frontier:
     """Capture the step and search it whole; peaks are the search tier's (exact for the default). Raises
     `CaptureError`."""
-    captured = capture(source, options=options, device=device)
+    captured = capture(source, options=options, device=device, scratch=_SCRATCH)
     return search(Problem(step=captured.step, correction=calibrate(captured.step), focus_bytes=focus_bytes))
 
 
@@ -199,7 +204,7 @@ class _Bench:
         self.progress(f"certifying plan {self.rounds}")
         with planned_partitioner(schedules, mode=self.mode) as partitioner:
             options = planned_options(self.options or {}, is_default=False)
-            return certify(self.source, partitioner, options=options)
+            return certify(self.source, partitioner, options=options, scratch=_SCRATCH)
 
     def _observe(self, certified: Certified, fingerprints: Sequence[str]) -> None:
         by_name = {schedule.fingerprint: schedule for schedule in certified.schedules}

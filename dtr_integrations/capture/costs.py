@@ -9,11 +9,15 @@ stand in.
 
 from __future__ import annotations
 
+import contextlib
+import json
 import math
+import os
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from functools import lru_cache, partial
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -50,7 +54,26 @@ def _best_ms(run: Callable[[], Any], device: torch.device, tries: int = 5) -> fl
 
 @lru_cache(maxsize=8)
 def measured_rates(device_type: str) -> Rates:
-    """Rates of the device as it is now. Random state is not touched (inputs are zeros)."""
+    """Rates of the device: measured once and kept in the user's cache folder.
+
+    Kept, so that the same step gets the same plan in the next process: another plan would miss the compile
+    cache. Delete the file to measure again. Random state is not touched (inputs are zeros).
+    """
+    name = torch.cuda.get_device_name() if device_type == "cuda" else f"{torch.get_num_threads()}-threads"
+    folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "dtr_integrations"
+    path = folder / f"rates-{device_type}-{name.replace(' ', '_')}-torch-{torch.__version__}.json"
+    with contextlib.suppress(OSError, ValueError, TypeError):
+        return Rates(**json.loads(path.read_text()))
+    rates = _measure_rates(device_type)
+    with contextlib.suppress(OSError):  # a folder that cannot be written to: measured again next time
+        folder.mkdir(parents=True, exist_ok=True)
+        fresh = path.with_suffix(f".{os.getpid()}")
+        fresh.write_text(json.dumps(asdict(rates)))
+        fresh.replace(path)
+    return rates
+
+
+def _measure_rates(device_type: str) -> Rates:
     device = torch.device(device_type)
     with torch.no_grad():
         matmul = {}

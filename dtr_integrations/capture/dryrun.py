@@ -6,7 +6,8 @@ with the launches replaced by nothing and the allocations made on fake tensors, 
 exact life of every buffer. It is the very code that will run: fusion, buffer reuse and in-place updates are
 decided by then, which no model of the graph can promise.
 
-Blind spots: scratch memory inside library kernels (a convolution's workspace), and numpy.
+Scratch memory inside library kernels is known for some (`scratch`). Blind spots: that of others (a
+convolution's workspace), and numpy.
 """
 
 from __future__ import annotations
@@ -47,12 +48,18 @@ class _NoKernel:
 class _ExternKernels:
     """In the place of `extern_kernels`: with `out=` nothing is allocated, without it the result is."""
 
-    def __init__(self, real: Any) -> None:
+    def __init__(self, real: Any, counter: StorageCounter) -> None:
         self._real = real
+        self._counter = counter
 
     def __getattr__(self, name: str) -> Callable[..., Any]:
         def launch(*args: Any, out: Any = None, **kwargs: Any) -> Any:
-            return out if out is not None else getattr(self._real, name)(*args, **kwargs)
+            run = getattr(self._real, name)
+            if out is None:
+                return run(*args, **kwargs)
+            scratch = self._counter.scratch
+            self._counter.flash(scratch.bytes_of(name, run, args, {**kwargs, "out": out}))
+            return out
 
         return launch
 
@@ -69,7 +76,7 @@ def _nothing(*args: Any, **kwargs: Any) -> None:
     return None
 
 
-def dry_call(source: str, constants: dict[str, Any]) -> Call:
+def dry_call(source: str, constants: dict[str, Any], counter: StorageCounter) -> Call:
     """`call(args)` of a wrapper's source, to be run under a `StorageCounter`."""
     scope: dict[str, Any] = {"__name__": "dtr_dry_wrapper", "_dtr_no_kernels": _NoKernels}
     source = source.replace("AsyncCompile()", "_dtr_no_kernels()")
@@ -80,7 +87,7 @@ def dry_call(source: str, constants: dict[str, Any]) -> Call:
             scope[name] = functools.partial(_empty_strided, device=device)
     scope["reinterpret_tensor"] = _reinterpret
     scope["assert_size_stride"] = scope["assert_alignment"] = _nothing
-    scope["extern_kernels"] = _ExternKernels(scope["extern_kernels"])
+    scope["extern_kernels"] = _ExternKernels(scope["extern_kernels"], counter)
     scope.update(constants)
     call: Call = scope["call"]
     return call
@@ -98,7 +105,7 @@ def dry_codegen(counter: StorageCounter, generated: Callable[[GraphLowering, Cal
         counting, counter.counting = counter.counting, False
         try:
             wrapper, _ = self.codegen_with_cpp_wrapper() if self.cpp_wrapper else self.codegen()
-            call = dry_call(wrapper.value, dict(self.constants))
+            call = dry_call(wrapper.value, dict(self.constants), counter)
         finally:
             counter.counting = counting
         module = types.SimpleNamespace(__file__="<dry>", call=generated(self, call))

@@ -17,12 +17,16 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
+from torch import nn
 from torch.utils import _pytree as pytree
 
 from .._compat import DataDependentOutputException, FakeCopyMode, FakeTensor, FakeTensorMode
 from ..core.ledger import Ledger
 from ..errors import CaptureError
+from .scratch import Scratch
 from .stand_ins import StandIns
+
+_SCRATCH_KEY = -1  # no storage has this address
 
 
 class StorageCounter:
@@ -33,8 +37,9 @@ class StorageCounter:
     by the mode's exact type, so a subclass would have none.
     """
 
-    def __init__(self, ledger: Ledger) -> None:
+    def __init__(self, ledger: Ledger, scratch: Scratch) -> None:
         self.ledger = ledger
+        self.scratch = scratch
         self.counting = True
         self._depth = 0
         self._stand_ins = StandIns()
@@ -58,10 +63,17 @@ class StorageCounter:
         if not self._depth:
             self._stand_ins.follow(func, args, out)
         if self.counting and not self._depth:
+            self.flash(self.scratch.bytes_of(func.overloadpacket.__name__, func, args, kwargs or {}))
             for leaf in pytree.tree_leaves(out):
                 if isinstance(leaf, FakeTensor):
                     self.watch(leaf)
         return out
+
+    def flash(self, size_bytes: int) -> None:
+        """Bytes that come and go within one op."""
+        if size_bytes:
+            self.ledger.birth(_SCRATCH_KEY, size_bytes)
+            self.ledger.death(_SCRATCH_KEY)
 
     def watch(self, tensor: torch.Tensor, kind: str = "transient") -> None:
         """Count the tensor's storage from now until it dies."""
@@ -94,9 +106,9 @@ class StorageCounter:
 class FakeWorld:
     """Fake twins of real objects, all in one mode and one ledger; the real ones are never written to."""
 
-    def __init__(self) -> None:
+    def __init__(self, scratch: Scratch | None = None) -> None:
         self.ledger = Ledger()
-        self.counter = StorageCounter(self.ledger)
+        self.counter = StorageCounter(self.ledger, scratch or Scratch(None))
         self.mode = self.counter.mode
         self._memo: dict[int, Any] = {}
 
@@ -117,6 +129,22 @@ class FakeWorld:
                 "Keep locks, open files and loaders out of the module's attributes, "
                 "or give them a __deepcopy__."
             ) from error
+
+    def place(self, thing: Any) -> None:
+        """Tensors of `thing` (a module or a pytree) on the meta device get twins on the CPU: a model that was
+        never built is planned as if it had been."""
+        leaves = (
+            [*thing.parameters(), *thing.buffers()]
+            if isinstance(thing, nn.Module)
+            else pytree.tree_leaves(thing)
+        )
+        for leaf in leaves:
+            if isinstance(leaf, torch.Tensor) and leaf.device.type == "meta" and id(leaf) not in self._memo:
+                with self.mode:
+                    twin = torch.empty_strided(leaf.size(), leaf.stride(), dtype=leaf.dtype)
+                    if isinstance(leaf, nn.Parameter):
+                        twin = nn.Parameter(twin, requires_grad=leaf.requires_grad)
+                self._memo[id(leaf)] = twin
 
     def optimizer(self, optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
         """The optimizer's twin: same class, hyper-parameters and state, stepping the copied parameters only.

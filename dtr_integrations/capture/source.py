@@ -101,13 +101,17 @@ class ModuleStep:
 
     def build(self, world: FakeWorld) -> FakeStep:
         """See `StepSource.build`."""
+        from .closure import twin_function  # which builds on this module
+
+        world.place(self.model)
+        world.place((self.args, dict(self.kwargs)))
         model = world.copy(self.model)
         zero_gradients(model.parameters())
         if not model.training:
             model.train()
         args, kwargs = batch = world.fake((self.args, dict(self.kwargs)))
         optimizer = world.optimizer(self.optimizer) if self.optimizer is not None else None
-        loss_fn = self.loss_fn or default_loss
+        loss_fn = default_loss if self.loss_fn is None else twin_function(self.loss_fn, world)
 
         def loss_of() -> torch.Tensor:
             if self.context is None:

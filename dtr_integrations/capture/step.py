@@ -36,6 +36,7 @@ from .dryrun import dry_codegen
 from .fake import FakeWorld, StorageCounter
 from .joint import Draft, describe, fingerprint, saved_indices
 from .regions import RegionWatcher
+from .scratch import Scratch
 from .source import FakeStep, StepSource
 
 # Other strictnesses of torch's min-cut, as starts for the search. Keys of torch._functorch.config.
@@ -122,6 +123,7 @@ def dry_step(
     *,
     options: dict[str, Any] | None = None,
     warm_up_steps: int = 1,
+    scratch: Scratch | None = None,
 ) -> DryRun:
     """Run the step `warm_up_steps` + 1 times on fake tensors, with Inductor's generated code, and profile the
     last.
@@ -129,7 +131,7 @@ def dry_step(
     Nothing real is touched: parameters, buffers, gradients, random state and caches are as before. Raises
     `CaptureError` when the step cannot be run without data.
     """
-    world = FakeWorld()
+    world = FakeWorld(scratch)
     watcher = RegionWatcher(world)
     observed = _Observed(partitioner, watcher)
     called: list[str] = []
@@ -280,10 +282,16 @@ class Captured:
     checkpointed: tuple[str, ...] = ()  # module paths inside the user's own activation checkpointing
 
 
-def capture(source: StepSource, *, options: dict[str, Any] | None = None, device: str = "cpu") -> Captured:
+def capture(
+    source: StepSource,
+    *,
+    options: dict[str, Any] | None = None,
+    device: str = "cpu",
+    scratch: Scratch | None = None,
+) -> Captured:
     """One fake run of the whole step with torch's own partition (design §3). Raises `CaptureError`."""
     recorder = Recorder(measured_rates(device))
-    run = dry_step(source, recorder, options=options)
+    run = dry_step(source, recorder, options=options, scratch=scratch)
     regions = tuple(
         Region(
             kind=RegionKind(r.kind),
@@ -306,7 +314,11 @@ def capture(source: StepSource, *, options: dict[str, Any] | None = None, device
 
 
 def certify(
-    source: StepSource, partitioner: CustomPartitionerFn, *, options: dict[str, Any] | None = None
+    source: StepSource,
+    partitioner: CustomPartitionerFn,
+    *,
+    options: dict[str, Any] | None = None,
+    scratch: Scratch | None = None,
 ) -> DryRun:
     """The exact profile of the step under `partitioner` (design §4, second tier). Raises `CaptureError`."""
-    return dry_step(source, partitioner, options=options)
+    return dry_step(source, partitioner, options=options, scratch=scratch)
