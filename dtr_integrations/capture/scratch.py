@@ -83,6 +83,10 @@ def _takes_scratch(name: str, tensors: list[torch.Tensor]) -> bool:
     if sum(t.untyped_storage().nbytes() for t in tensors) > _LARGEST_BYTES:
         return False
     low = any(t.dtype in _LOW_PRECISION for t in tensors)
+    # BLAS wants a unit stride in one of the last two dimensions; where there is none the operand is copied.
+    awkward = any(t.ndim >= 2 and 1 not in t.stride()[-2:] and 1 not in t.shape[-2:] for t in tensors)
+    if awkward and name in _PRODUCTS:
+        return True
     return name.removesuffix("_backward") in _LOSSES or (low and (name in _PRODUCTS or name == "mean"))
 
 
