@@ -225,3 +225,50 @@ def test_gradients_that_live_on_are_planned_for_at_the_second_call() -> None:
     gradients = sum(p.nbytes for p in model.parameters())
     assert peaks[0] < peaks[1] == peaks[2]
     assert peaks[1] - peaks[0] <= gradients
+
+
+def test_scratch_inside_kernels_is_predicted() -> None:
+    """oneDNN's scratch for an odd width, the float32 copy under a bfloat16 mean."""
+    torch.manual_seed(0)
+    model, x = nn.Sequential(nn.Linear(256, 10)), torch.randn(512, 256)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+    def step() -> None:
+        optimizer.zero_grad()
+        with torch.autocast("cpu", torch.bfloat16):
+            loss = model(x).mean()
+        loss.backward()
+        optimizer.step()
+
+    with dtr_integrations.auto_checkpoint(model, optimizer=optimizer, budget="1GB") as session:
+        session.step(step)
+        session.step(step)
+    (report,) = session.reports
+    assert report.prediction_error <= 0.01
+
+
+def test_a_model_on_the_meta_device_is_planned_as_if_it_had_been_built() -> None:
+    def build(device: str) -> tuple[nn.Module, torch.Tensor, torch.optim.Optimizer]:
+        with torch.device(device):
+            model = nn.Sequential(nn.Linear(64, 64), nn.GELU(), nn.Linear(64, 10))
+            return model, torch.empty(128, 64), torch.optim.AdamW(model.parameters())
+
+    peaks = []
+    for device in ("meta", "cpu"):
+        model, x, optimizer = build(device)
+        peaks.append(
+            dtr_integrations.plan(model, x, budget="1GB", optimizer=optimizer).default_allocated_bytes
+        )
+        assert all(p.device.type == device for p in model.parameters())
+    assert peaks[0] == peaks[1]
+
+
+def test_a_loss_that_closes_over_its_targets_can_be_planned() -> None:
+    targets = torch.randint(0, 10, (32,))
+    plan = dtr_integrations.plan(
+        nn.Linear(8, 10),
+        torch.randn(32, 8),
+        budget="1GB",
+        loss_fn=lambda out: nn.functional.cross_entropy(out, targets),
+    )
+    assert plan.is_default
