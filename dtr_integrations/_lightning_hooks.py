@@ -8,7 +8,6 @@ from typing import Any
 
 from torch import nn
 
-from ._config_checks import refuse_unknown_keys
 from ._lightning_step import LightningStep
 from .config import DTRConfig
 from .core.peak import PeakReport
@@ -22,11 +21,6 @@ class AutoCheckpointHooks:
     """Everything of `AutoCheckpoint` but its base class; see there."""
 
     namespace: Any  # `lightning.pytorch` or `pytorch_lightning`
-
-    def __new__(cls, *args: Any, **keywords: Any) -> Any:
-        """Refuse a mistyped keyword with the nearest right one, which a plain TypeError would not name."""
-        refuse_unknown_keys(keywords, [field.name for field in dataclasses.fields(DTRConfig)])
-        return super().__new__(cls)
 
     def __init__(
         self,
