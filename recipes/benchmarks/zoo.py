@@ -34,6 +34,9 @@ from torch import nn  # noqa: E402
 from zoo_families import Family, load  # noqa: E402
 
 import dtr_integrations  # noqa: E402
+from dtr_integrations._compat import CustomPartitionerFn, partitioners  # noqa: E402
+from dtr_integrations.capture.source import ModuleStep  # noqa: E402
+from dtr_integrations.capture.step import dry_step  # noqa: E402
 from dtr_integrations.errors import DTRError  # noqa: E402
 from dtr_integrations.measure import measure_step, static_bytes  # noqa: E402
 
@@ -73,7 +76,8 @@ class Row:
     error_eager: float | None = None  # against eager with eager's random numbers
     where_eager: str = ""
     error_eager_of_default: float | None = None  # how far the compiled default is from eager
-    torch_bytes: dict[str, int] = field(default_factory=dict)  # by ratio
+    torch_ratio: float | None = None  # of its activation_memory_budget, the nearest to the budget
+    torch_bytes: int | None = None
     warnings: list[str] = field(default_factory=list)
     seconds: dict[str, float] = field(default_factory=dict)
 
@@ -90,6 +94,18 @@ class Row:
             and self.error_default <= 1e-5
             and eager_ok
         )
+
+
+class TorchsOwn(CustomPartitionerFn):
+    """Torch's own partitioner, as a dry run wants one."""
+
+    def __call__(self, gm: Any, joint_inputs: Any, **kwargs: Any) -> Any:
+        """See torch's `CustomPartitionerFn`."""
+        return partitioners.min_cut_rematerialization_partition(gm, joint_inputs, **kwargs)
+
+    def uuid(self) -> Any:
+        """See torch's `CustomPartitionerFn`."""
+        return "zoo"
 
 
 class Bench:
@@ -119,17 +135,19 @@ class Bench:
         static = static_bytes([model], [optimizer])
         return static + batch_bytes(batch) + peak.peak_bytes, static
 
-    def default_bytes(self) -> tuple[int, int, int, list[str]]:
-        """(true peak, static memory, parameters, reasons of graph breaks) of the default compile."""
+    def default(self, row: Row) -> Trained:
+        """A few steps of the default compile, then its true peak and its graph breaks, noted in `row`."""
         model, batch, optimizer = self.build()
         model.compile(dynamic=False)
         torch._dynamo.utils.counters.clear()
-        peak, static = self.peak_bytes(model, batch, optimizer)
-        reasons = [
-            f"{count} × {text.splitlines()[0]}"
-            for text, count in torch._dynamo.utils.counters["graph_break"].items()
-        ]
-        return peak, static, sum(p.numel() for p in model.parameters()), reasons
+        trained = train(model, optimizer, lambda: model(**batch).loss, lambda step: step())
+        counted = torch._dynamo.utils.counters["graph_break"]
+        row.break_reasons = [f"{count} × {text.splitlines()[0]}" for text, count in counted.items()]
+        row.breaks = sum(counted.values())
+        row.parameters = sum(p.numel() for p in model.parameters())
+        optimizer.zero_grad(set_to_none=True)
+        row.default_bytes, row.static_bytes = self.peak_bytes(model, batch, optimizer)
+        return trained
 
     def checkpointing_bytes(self) -> int | None:
         """True peak with the family's own activation checkpointing, eager; None where it has none."""
@@ -147,6 +165,16 @@ class Bench:
         model.compile(dynamic=False)
         with torch._functorch.config.patch(activation_memory_budget=ratio):
             return self.peak_bytes(model, batch, optimizer)[0]
+
+    def nearest_ratio(self, budget_bytes: int) -> float:
+        """The ratio of `RATIOS` at which torch's own API comes nearest to the budget, by dry runs."""
+        peaks = {}
+        for ratio in RATIOS:
+            model, batch, optimizer = self.build()
+            source = ModuleStep(model=model, kwargs=batch, optimizer=optimizer)
+            with torch._functorch.config.patch(activation_memory_budget=ratio):
+                peaks[ratio] = dry_step(source, TorchsOwn()).profile.peak_bytes
+        return min(peaks, key=lambda ratio: abs(peaks[ratio] - budget_bytes))
 
     def trained(self, *, compiled: bool, fallback_random: bool = False) -> Trained:
         """A few steps without us."""
@@ -205,8 +233,7 @@ def run_family(family: Family, *, skip: tuple[str, ...] = ()) -> Row:
     """Everything about one family. `skip`: "eager" (the comparison with eager), "torch" (its own budget)."""
     bench, row = Bench(family), Row(family=family.name)
     with laps(row, "default"):
-        row.default_bytes, row.static_bytes, row.parameters, row.break_reasons = bench.default_bytes()
-    row.breaks = sum(int(text.split(" ", 1)[0]) for text in row.break_reasons)
+        default = bench.default(row)
     with laps(row, "checkpointing"):
         row.checkpointing_bytes = bench.checkpointing_bytes()
     row.budget_bytes, row.budget_rule = budget_of(row)
@@ -222,7 +249,6 @@ def run_family(family: Family, *, skip: tuple[str, ...] = ()) -> Row:
     if session.plan is None:
         return row
     with laps(row, "compare"):
-        default = bench.trained(compiled=True)
         row.error_default, row.where_default = difference(trained, default)
         if "eager" not in skip:
             row.random = bench.is_random()
@@ -236,7 +262,8 @@ def run_family(family: Family, *, skip: tuple[str, ...] = ()) -> Row:
                 row.error_eager_of_default = difference(default, eager)[0]
     if "torch" not in skip:
         with laps(row, "torch"):
-            row.torch_bytes = {f"{ratio:g}": bench.torch_bytes(ratio) for ratio in RATIOS}
+            ratio = bench.nearest_ratio(row.budget_bytes)
+            row.torch_ratio, row.torch_bytes = ratio, bench.torch_bytes(ratio)
     return row
 
 
@@ -321,7 +348,7 @@ COLUMNS: dict[str, Callable[[Row], str]] = {
         small(r.error_eager)
         + (f" (default: {small(r.error_eager_of_default)})" if r.error_eager_of_default is not None else "")
     ),
-    "torch's budget API, nearest MB (ratio)": lambda r: nearest(r),
+    "torch's budget API, nearest MB (ratio)": lambda r: torchs_own(r),
     "slowdown, modelled": lambda r: "–" if r.slowdown_modelled is None else f"{r.slowdown_modelled:.3f}",
 }
 
@@ -336,12 +363,9 @@ def small(error: float | None) -> str:
     return "–" if error is None else f"{error:.1e}"
 
 
-def nearest(row: Row) -> str:
-    """The peak of torch's own API that comes closest to the budget."""
-    if not row.torch_bytes:
-        return "–"
-    ratio, peak = min(row.torch_bytes.items(), key=lambda item: abs(item[1] - row.budget_bytes))
-    return f"{megabytes(peak)} ({ratio})"
+def torchs_own(row: Row) -> str:
+    """The peak of torch's own API at the ratio that comes closest to the budget."""
+    return "–" if row.torch_bytes is None else f"{megabytes(row.torch_bytes)} ({row.torch_ratio:g})"
 
 
 def table(rows: list[Row]) -> str:
