@@ -58,6 +58,7 @@ _NEEDED = {
         "FakeCopyMode",
         "FakeTensor",
         "DataDependentOutputException",
+        "DynamicOutputShapeException",
     ),
 }
 
@@ -99,6 +100,7 @@ from torch._inductor.custom_graph_pass import CustomPartitionerFn, get_hash_for_
 from torch._inductor.graph import GraphLowering  # noqa: E402
 from torch._subclasses.fake_tensor import (  # noqa: E402
     DataDependentOutputException,
+    DynamicOutputShapeException,
     FakeCopyMode,
     FakeTensor,
     FakeTensorMode,
@@ -108,6 +110,7 @@ __all__ = [
     "COMPILED_ROOT",
     "CustomPartitionerFn",
     "DataDependentOutputException",
+    "DynamicOutputShapeException",
     "FakeCopyMode",
     "FakeTensor",
     "FakeTensorMode",

@@ -69,7 +69,10 @@ def _empty_strided(size: Any, stride: Any, dtype: torch.dtype, *, device: str) -
 
 
 def _reinterpret(tensor: torch.Tensor, size: Any, stride: Any, offset: int = 0) -> torch.Tensor:
-    return tensor.as_strided(size, stride, tensor.storage_offset() + offset)
+    # As the real one: another tensor over the same storage, which is no view to autograd (a view made inside
+    # of a custom function may not be written to later).
+    out = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
+    return out.set_(tensor.untyped_storage(), tensor.storage_offset() + offset, size, stride)
 
 
 def _nothing(*args: Any, **kwargs: Any) -> None:

@@ -12,15 +12,25 @@ from __future__ import annotations
 import contextlib
 import copy
 import random
+import sys
 import weakref
 from collections.abc import Iterator
 from typing import Any
+from unittest import mock
 
 import torch
 from torch import nn
 from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import _disable_current_modes
+from torch.utils.weak import WeakIdKeyDictionary
 
-from .._compat import DataDependentOutputException, FakeCopyMode, FakeTensor, FakeTensorMode
+from .._compat import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    FakeCopyMode,
+    FakeTensor,
+    FakeTensorMode,
+)
 from ..core.ledger import Ledger
 from ..errors import CaptureError
 from .scratch import Scratch
@@ -42,7 +52,8 @@ class StorageCounter:
         self.scratch = scratch
         self.counting = True
         self._depth = 0
-        self._stand_ins = StandIns()
+        self.stand_ins = StandIns()
+        self._taken_in: Any = WeakIdKeyDictionary()
         self._watched: dict[int, weakref.ref[Any]] = {}
         self.mode = FakeTensorMode(allow_non_fake_inputs=False)
         self._inner = self.mode.dispatch
@@ -51,23 +62,50 @@ class StorageCounter:
         self.mode.ignore_compile_internals = lambda: True
 
     def _dispatch(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if not self._depth:
+            args, kwargs = pytree.tree_map_only(torch.Tensor, self._take_in, (args, kwargs))
         self._depth += 1
         try:
-            out = self._inner(func, types, args, kwargs or {})
-        except DataDependentOutputException:
-            if func is not torch.ops.aten._local_scalar_dense.default:
+            out = self._inner(func, types, args, kwargs)
+        except (DataDependentOutputException, DynamicOutputShapeException):
+            if func is torch.ops.aten._local_scalar_dense.default:
+                return self.stand_ins.number(args[0])
+            if func.namespace != "aten":
                 raise
-            return self._stand_ins.number(args[0])
+            out = self._data_dependent(func, args, kwargs)
         finally:
             self._depth -= 1
         if not self._depth:
-            self._stand_ins.follow(func, args, out)
+            self.stand_ins.follow(func, args, kwargs, out)
         if self.counting and not self._depth:
-            self.flash(self.scratch.bytes_of(func.overloadpacket.__name__, func, args, kwargs or {}))
+            self.flash(self.scratch.bytes_of(func.overloadpacket.__name__, func, args, kwargs))
             for leaf in pytree.tree_leaves(out):
                 if isinstance(leaf, FakeTensor):
                     self.watch(leaf)
         return out
+
+    def _data_dependent(self, func: Any, args: Any, kwargs: Any) -> Any:
+        real, known = self.stand_ins.result(func, args, kwargs)
+
+        def fake(value: torch.Tensor) -> torch.Tensor:
+            out = self.mode.from_tensor(value, static_shapes=True)
+            if known:
+                self.stand_ins.know(out, value)
+            return out
+
+        return pytree.tree_map_only(torch.Tensor, fake, real)
+
+    def _take_in(self, tensor: torch.Tensor) -> torch.Tensor:
+        """A fake twin of a real tensor that comes from outside of torch (`torch.from_numpy`); anything that
+        may get a gradient is not taken in, so that a step over the real model is refused."""
+        if type(tensor) is not torch.Tensor or tensor.requires_grad or tensor.device.type == "meta":
+            return tensor
+        if tensor not in self._taken_in:
+            twin = self.mode.from_tensor(tensor, static_shapes=True)
+            self.stand_ins.know(twin, tensor)
+            self._taken_in[tensor] = twin
+        return self._taken_in[tensor]
 
     def flash(self, size_bytes: int) -> None:
         """Bytes that come and go within one op."""
@@ -122,13 +160,18 @@ class FakeWorld:
             self._memo[id(item)] = item
         try:
             with FakeCopyMode(self.mode):
-                return copy.deepcopy(thing, self._memo)
+                twin = copy.deepcopy(thing, self._memo)
         except Exception as error:
             raise CaptureError(
                 f"a {type(thing).__name__} cannot be copied for planning ({type(error).__name__}: {error}). "
                 "Keep locks, open files and loaders out of the module's attributes, "
                 "or give them a __deepcopy__."
             ) from error
+        for real in self._memo.get(id(self._memo), ()):  # what deepcopy has copied
+            copied = self._memo.get(id(real))
+            if isinstance(real, torch.Tensor) and isinstance(copied, FakeTensor):
+                self.counter.stand_ins.know(copied, real)
+        return twin
 
     def place(self, thing: Any) -> None:
         """Tensors of `thing` (a module or a pytree) on the meta device get twins on the CPU: a model that was
@@ -180,8 +223,37 @@ class FakeWorld:
     @contextlib.contextmanager
     def active(self) -> Iterator[None]:
         """Run code in this world. The random state of Python, numpy and torch is put back at the end."""
-        with preserved_randomness(), self.mode:
+        stand_ins = self.counter.stand_ins
+
+        def numpy(tensor: Any, *, force: bool = False) -> Any:
+            with _disable_current_modes():
+                return stand_ins.real(tensor).contiguous().clone().numpy()
+
+        with preserved_randomness(), mock.patch.object(FakeTensor, "numpy", numpy, create=True), self.mode:
             yield
+
+
+def wind_to_medians() -> None:
+    """Wind the generators of Python and numpy to where the next 312 draws are medians (`random() == 0.5`).
+
+    A branch taken one time in ten is then not taken, and every run of the step draws the same numbers. It is
+    a state of the Mersenne twister like any other: the draws after those are ordinary ones.
+    """
+    word = _untempered(1 << 31)
+    random.setstate((3, (word,) * 624 + (0,), None))
+    if "numpy" in sys.modules:
+        sys.modules["numpy"].random.set_state(("MT19937", [word] * 624, 0, 0, 0.0))
+
+
+def _untempered(output: int) -> int:
+    """The word of the twister's state that comes out as `output` (Matsumoto and Nishimura 1998, table II)."""
+    word = output ^ output >> 18
+    word ^= word << 15 & 0xEFC60000
+    shifted = word
+    for _ in range(4):
+        shifted = word ^ shifted << 7 & 0x9D2C5680
+    word = shifted & 0xFFFFFFFF
+    return word ^ word >> 11 ^ word >> 22
 
 
 @contextlib.contextmanager

@@ -59,7 +59,7 @@ class RegionWatcher:
         """Wrap a dry call so that it is a region. Graphs without a backward belong to the eager region around
         them."""
         if lowering.is_inference or self._split_last is None:
-            return call
+            return self._followed(lowering, call)
         if not lowering.is_backward:
             self.by_lowering[lowering.graph_id] = self._split_last
         graph = self.by_lowering[lowering.graph_id]
@@ -69,8 +69,22 @@ class RegionWatcher:
                 graph.draft.backward_buffers = names
             else:
                 graph.draft.forward_buffers = names
+        if not lowering.is_backward:
+            call = self._followed(lowering, call)
         run = self._backward if lowering.is_backward else self._forward
         return lambda args: run(graph, call, args)
+
+    def _followed(self, lowering: GraphLowering, call: Call) -> Call:
+        """The call, with what can be known of its outputs noted."""
+        graph, stand_ins = lowering.module.graph, self.world.counter.stand_ins
+
+        def followed(args: list[Any]) -> Any:
+            inputs = stand_ins.inputs(args)
+            out = call(args)
+            stand_ins.follow_graph(graph, inputs, out)
+            return out
+
+        return followed
 
     def reset(self) -> None:
         self.regions, self._held, self._started = [], [], None

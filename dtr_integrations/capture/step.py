@@ -33,7 +33,7 @@ from ..core.profile import StepProfile
 from ..errors import CaptureError
 from .costs import Rates, measured_rates
 from .dryrun import dry_codegen
-from .fake import FakeWorld, StorageCounter
+from .fake import FakeWorld, StorageCounter, wind_to_medians
 from .joint import Draft, describe, fingerprint, saved_indices
 from .regions import RegionWatcher
 from .scratch import Scratch
@@ -190,6 +190,7 @@ def _built(source: StepSource, world: FakeWorld) -> FakeStep:
 
 
 def _run(step: FakeStep) -> None:
+    wind_to_medians()  # every run of the step takes the same branches, and those that most steps take
     try:
         step.run()
     except CaptureError:
