@@ -23,7 +23,7 @@ from .core.schedule import default_schedules
 from .core.simulate import Correction, Observation, calibrate, correct
 from .distributed import Reserve
 from .errors import BudgetInfeasible, CertifyError, PlanMismatch
-from .measure import measure_step
+from .measure import call_peak_bytes
 from .planner import Frontier, FrontierPoint, Problem, search
 
 # Certifying costs about a compile's front half; the simulator is mostly within 2 %, so few rounds settle it.
@@ -34,7 +34,7 @@ _SLACK_WORTH_A_ROUND = 0.03
 _HOPELESS = 0.25
 
 # Measured once per op and shape, so for the whole process.
-_SCRATCH = Scratch(lambda run: measure_step(run, device="cpu").peak_bytes)
+_SCRATCH = Scratch(call_peak_bytes)
 
 Progress = Callable[[str], None]
 

@@ -6,8 +6,7 @@ with the launches replaced by nothing and the allocations made on fake tensors, 
 exact life of every buffer. It is the very code that will run: fusion, buffer reuse and in-place updates are
 decided by then, which no model of the graph can promise.
 
-Scratch memory inside library kernels is known for some (`scratch`). Blind spots: that of others (a
-convolution's workspace), and numpy.
+Scratch memory inside library kernels is measured apart (`scratch`). Blind spot: numpy.
 """
 
 from __future__ import annotations
@@ -20,8 +19,9 @@ from typing import Any
 from unittest import mock
 
 import torch
+from torch.utils._python_dispatch import _disable_current_modes
 
-from .._compat import GraphLowering
+from .._compat import FakeTensor, GraphLowering
 from .fake import StorageCounter
 
 Call = Callable[[list[Any]], Any]
@@ -71,8 +71,11 @@ def _empty_strided(size: Any, stride: Any, dtype: torch.dtype, *, device: str) -
 def _reinterpret(tensor: torch.Tensor, size: Any, stride: Any, offset: int = 0) -> torch.Tensor:
     # As the real one: another tensor over the same storage, which is no view to autograd (a view made inside
     # of a custom function may not be written to later).
-    out = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
-    return out.set_(tensor.untyped_storage(), tensor.storage_offset() + offset, size, stride)
+    assert isinstance(tensor, FakeTensor)
+    with _disable_current_modes():
+        out = torch.empty(0, dtype=tensor.dtype, device="meta")
+        out.set_(tensor.untyped_storage(), tensor.storage_offset() + offset, size, stride)
+        return FakeTensor(tensor.fake_mode, out, tensor.fake_device)
 
 
 def _nothing(*args: Any, **kwargs: Any) -> None:

@@ -79,10 +79,10 @@ class StorageCounter:
         if not self._depth:
             self.stand_ins.follow(func, args, kwargs, out)
         if self.counting and not self._depth:
-            self.flash(self.scratch.bytes_of(func.overloadpacket.__name__, func, args, kwargs))
             for leaf in pytree.tree_leaves(out):
                 if isinstance(leaf, FakeTensor):
                     self.watch(leaf)
+            self.flash(self.scratch.bytes_of(func.overloadpacket.__name__, func, args, kwargs))
         return out
 
     def _data_dependent(self, func: Any, args: Any, kwargs: Any) -> Any:

@@ -1,8 +1,10 @@
 """Memory that a CPU kernel takes while it runs and gives back before it returns: nothing fake can know it.
 
-oneDNN's matrix products in bfloat16 take up to a few hundred kB, and some eager losses make full-size copies
-inside (the mean of a bfloat16 tensor sums a float32 copy of it). Each such op is run once for real, on zeros
-of the same shapes and strides, and the most that it held is noted per signature, for the life of the process.
+A convolution copies its operands into oneDNN's layout, matrix products in bfloat16 take up to a few hundred
+kB, and some eager losses make full-size copies inside (the mean of a bfloat16 tensor sums a float32 copy of
+it). Each op that may do such a thing is run for real, on zeros of the same shapes and strides, and the most
+that it held is noted per signature, for the life of the process. Ops that are known to take nothing (views,
+pointwise ones, float32 reductions and matrix products) are not tried.
 """
 
 from __future__ import annotations
@@ -19,6 +21,7 @@ Measure = Callable[[Callable[[], Any]], int]
 
 _LOW_PRECISION = (torch.bfloat16, torch.float16)
 _PRODUCTS = {"mm", "addmm", "bmm", "baddbmm"}
+# Pointwise by their tags, but made of several steps inside.
 _LOSSES = {
     "mse_loss",
     "smooth_l1_loss",
@@ -26,6 +29,7 @@ _LOSSES = {
     "binary_cross_entropy",
     "binary_cross_entropy_with_logits",
 }
+_MOVES = {"cat", "copy_", "_to_copy", "clone", "constant_pad_nd", "embedding", "stack", "set_"}
 _LARGEST_BYTES = 512 << 20  # what is larger is not tried: trying must not be what runs out of memory
 
 
@@ -42,7 +46,7 @@ class Scratch:
         if self._measure is None:
             return 0
         tensors = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
-        if not _takes_scratch(name, tensors):
+        if not _takes_scratch(name, run, tensors):
             return 0
         leaves, spec = pytree.tree_flatten((args, kwargs))
         key = (name, str(spec), *(_signature(leaf) for leaf in leaves))
@@ -77,17 +81,26 @@ class Scratch:
         return max(0, peak_bytes - sizes[-1])
 
 
-def _takes_scratch(name: str, tensors: list[torch.Tensor]) -> bool:
+def _takes_scratch(name: str, run: Any, tensors: list[torch.Tensor]) -> bool:
     if not tensors or any(t.device.type != "cpu" for t in tensors):
         return False
     if sum(t.untyped_storage().nbytes() for t in tensors) > _LARGEST_BYTES:
         return False
     low = any(t.dtype in _LOW_PRECISION for t in tensors)
-    # BLAS wants a unit stride in one of the last two dimensions; where there is none the operand is copied.
-    awkward = any(t.ndim >= 2 and 1 not in t.stride()[-2:] and 1 not in t.shape[-2:] for t in tensors)
-    if awkward and name in _PRODUCTS:
+    if name in _PRODUCTS:
+        # BLAS wants a unit stride in one of the last two dimensions; where there is none the operand is
+        # copied.
+        return low or any(t.ndim >= 2 and 1 not in t.stride()[-2:] and 1 not in t.shape[-2:] for t in tensors)
+    if name.removesuffix("_backward") in _LOSSES:
         return True
-    return name.removesuffix("_backward") in _LOSSES or (low and (name in _PRODUCTS or name == "mean"))
+    if not isinstance(run, torch._ops.OpOverload) or run.namespace != "aten" or name in _MOVES:
+        return False
+    tags = run.tags
+    if run.is_view or torch.Tag.pointwise in tags or name.startswith(("_foreach", "_fused")):
+        return False
+    if torch.Tag.reduction in tags:
+        return low
+    return torch.Tag.nondeterministic_seeded not in tags or "attention" in name
 
 
 def _zeros(tensor: torch.Tensor) -> torch.Tensor:

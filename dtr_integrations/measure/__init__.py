@@ -3,6 +3,7 @@
 | to measure | use |
 |---|---|
 | a step that you can run twice | `measure_step` |
+| one short call | `call_peak_bytes` |
 | a step of a run that somebody else drives | `trace_step` |
 | what lives for good | `static_bytes`, `live_bytes` |
 | what there is | `device_total_bytes` |
@@ -14,7 +15,7 @@ from ..core.peak import PeakReport
 from .device_totals import device_total_bytes
 from .peak_log import PeakLog, read_peak_log
 from .sampling import is_measured
-from .step_peak import StepPeak, measure_step
+from .step_peak import StepPeak, call_peak_bytes, measure_step
 from .step_trace import StepTrace, TracedPeak, trace_step
 from .storages import live_bytes, optimizer_state_tensors, static_bytes, tensors_in
 
@@ -24,6 +25,7 @@ __all__ = [
     "StepPeak",
     "StepTrace",
     "TracedPeak",
+    "call_peak_bytes",
     "device_total_bytes",
     "is_measured",
     "live_bytes",
