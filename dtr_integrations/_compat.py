@@ -108,6 +108,7 @@ from torch._subclasses.fake_tensor import (  # noqa: E402
 
 __all__ = [
     "COMPILED_ROOT",
+    "ISOLATES_RECOMPILES",
     "CustomPartitionerFn",
     "DataDependentOutputException",
     "DynamicOutputShapeException",
@@ -125,6 +126,10 @@ __all__ = [
 ]
 
 
+# Whether each compiled callable counts its recompiles alone (torch 2.12 on).
+ISOLATES_RECOMPILES = "isolate_recompiles" in inspect.signature(torch.compile).parameters
+
+
 def compile_call(call: Callable[..., Any], backend: Callable[..., Any]) -> Callable[..., Any]:
     """`torch.compile` of a module's bound `_call_impl`, behind an entry frame of its own.
 
@@ -138,8 +143,7 @@ def compile_call(call: Callable[..., Any], backend: Callable[..., Any]) -> Calla
         return call(*args, **kwargs)
 
     planned_module.__code__ = planned_module.__code__.replace()
-    known = inspect.signature(torch.compile).parameters
-    options = {"isolate_recompiles": True} if "isolate_recompiles" in known else {}
+    options = {"isolate_recompiles": True} if ISOLATES_RECOMPILES else {}
     return torch.compile(planned_module, backend=backend, dynamic=False, **options)
 
 

@@ -16,7 +16,7 @@ from .capture.joint import describe, fingerprint
 from .capture.scratch import Scratch
 from .capture.source import StepSource
 from .capture.step import Captured, DryRun, capture, certify
-from .core.graph import JointGraph, RegionKind, StepGraph
+from .core.graph import JointGraph, Phase, RegionKind, StepGraph
 from .core.plan import GraphSchedule, Plan
 from .core.profile import StepProfile
 from .core.schedule import default_schedules
@@ -285,9 +285,10 @@ def plan_unknown(
 ) -> tuple[GraphSchedule, int, float]:
     """A schedule for a graph that the plan does not know, with the budget that the step leaves it.
 
-    The rest of the step is taken to be as captured, and the new graph to stand in the place of the largest
-    known one. Not certified (the step around it is not known): the search tier's peak, less the error it had
-    on the known plan. Returns (schedule, simulated peak bytes, slowdown).
+    The rest of the step is taken to be as captured, and the new graph to stand in the place of the known one
+    that it has the most in common with (another shape or branch of the same modules). Not certified (the
+    step around it is not known): the search tier's peak, less the error it had on the known plan. Returns
+    (schedule, simulated peak bytes, slowdown).
     """
     draft = describe(joint, num_outputs, static, measured_rates(device))
     draft.default_saved = _default_saved(joint, num_outputs, static, draft)
@@ -314,13 +315,35 @@ def _default_saved(joint: fx.GraphModule, num_outputs: int, static: Any, draft: 
     return saved_indices(backward, draft)
 
 
+def _nearest(step: StepGraph, graph: JointGraph) -> int:
+    """Which graph of the step covers most of the same modules, by the bytes that both make there; among
+    equals the one that saves most."""
+
+    def by_module(g: JointGraph) -> dict[str, int]:
+        sizes: dict[str, int] = {}
+        for op in g.ops:
+            if op.phase is Phase.FORWARD:
+                made = sum(g.storage_bytes[s] for s in op.storages)
+                sizes[op.module] = sizes.get(op.module, 0) + made
+        return sizes
+
+    wanted = by_module(graph)
+
+    def likeness(g: JointGraph) -> tuple[float, int]:
+        sizes = by_module(g)
+        names = wanted.keys() | sizes.keys()
+        common = sum(min(wanted.get(n, 0), sizes.get(n, 0)) for n in names)
+        either = sum(max(wanted.get(n, 0), sizes.get(n, 0)) for n in names)
+        return common / max(either, 1), sum(g.value_bytes(i) for i in g.default_saved)
+
+    return max(range(len(step.graphs)), key=lambda i: likeness(step.graphs[i]))
+
+
 def _step_with(step: StepGraph, graph: JointGraph) -> StepGraph:
-    """The captured step with `graph` in the place of its largest graph (by bytes saved); its rises are then
-    simulated."""
+    """The captured step with `graph` in the place of its nearest; the rises of that are then simulated."""
     from .core.simulate import simulate_step
 
-    sizes = [sum(g.value_bytes(i) for i in g.default_saved) for g in step.graphs]
-    index = sizes.index(max(sizes)) if sizes else 0
+    index = _nearest(step, graph)
     graphs = tuple(graph if i == index else g for i, g in enumerate(step.graphs))
     profile_of_default = default_schedules(graphs)
     uncalibrated = replace(step, graphs=graphs)

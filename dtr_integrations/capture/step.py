@@ -20,6 +20,7 @@ from torch import nn
 from torch.utils import _pytree as pytree
 
 from .._compat import (
+    ISOLATES_RECOMPILES,
     CustomPartitionerFn,
     canonical,
     compile_call,
@@ -231,13 +232,19 @@ def _compile_in_place(module: nn.Module, name: str, backend: Any, called: list[s
 @contextlib.contextmanager
 def _no_caches() -> Iterator[None]:
     """Generated code that was never compiled must not reach a cache, and a cached graph would skip the
-    partitioner."""
+    partitioner.
+
+    A frame that recompiles too often is left to eager: here after as many times as in the real run, which has
+    a count of its own only where torch keeps them apart.
+    """
     from torch._functorch import config as functorch_config
+
+    limit = {} if ISOLATES_RECOMPILES else {"recompile_limit": 64}
 
     with (
         inductor_config.patch({"fx_graph_cache": False, "fx_graph_remote_cache": False}),
         functorch_config.patch({"enable_autograd_cache": False}),
-        torch._dynamo.config.patch({"recompile_limit": 64}),
+        torch._dynamo.config.patch(limit),
     ):
         yield
 

@@ -208,17 +208,19 @@ _add(
         "input_features": torch.randn(8, 80, 400),
         "labels": torch.randint(3, VOCABULARY, (8, 48)),
     },
-    "layers dropped at random by Python",
+    "encoder over a spectrogram, decoder over text",
 )
 _add(
     "wav2vec2",
     hf.Wav2Vec2ForCTC,
     lambda: hf.Wav2Vec2Config(
         hidden_size=64,
-        num_hidden_layers=4,
+        num_hidden_layers=3,
         num_attention_heads=4,
         intermediate_size=256,
-        conv_dim=(32,) * 7,
+        conv_dim=(32,) * 4,
+        conv_kernel=(10, 3, 3, 3),
+        conv_stride=(5, 4, 4, 2),
         num_conv_pos_embeddings=32,
         num_conv_pos_embedding_groups=4,
         vocab_size=32,
