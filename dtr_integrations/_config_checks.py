@@ -158,5 +158,6 @@ _CHECKS: Mapping[str, Callable[[str, Any], Any]] = MappingProxyType(
         "run_dir": _path,
         "log_every_n_steps": _count,
         "progress": _switch,
+        "verify": _switch,
     }
 )

@@ -36,6 +36,7 @@ class AutoCheckpointHooks:
         run_dir: str | None = None,
         log_every_n_steps: int = 50,
         progress: bool = True,
+        verify: bool = False,
     ) -> None:
         """Check the configuration; nothing else happens before `fit`.
 
@@ -54,6 +55,8 @@ class AutoCheckpointHooks:
             log_every_n_steps: how often the peak is measured, in optimizer steps; besides, one of the first
                 three is.
             progress: say what planning is doing, and print the summary after `fit`.
+            verify: prove before the first step that the plan changes nothing, on copies; `VerificationFailed`
+                if it does.
 
         Raises:
             ConfigError: a wrong value (a `ValueError`).
@@ -70,6 +73,7 @@ class AutoCheckpointHooks:
             run_dir=run_dir,
             log_every_n_steps=log_every_n_steps,
             progress=progress,
+            verify=verify,
         )
         self.session: BudgetSession | None = None
         self._trace: Any = None

@@ -18,8 +18,8 @@ from torch.utils.data import DataLoader
 
 from ._lightning_twin import is_metric, silence, trainer_for
 from .capture.called import called_modules
-from .capture.fake import FakeWorld
 from .capture.source import FakeStep, zero_gradients
+from .capture.world import World
 from .errors import CaptureError
 
 # A manual `training_step` may step an optimizer only every few batches (accumulation, a critic's extra
@@ -50,7 +50,7 @@ class LightningStep:
     batch: Any
     targets: tuple[str, ...] = ()
 
-    def build(self, world: FakeWorld) -> FakeStep:
+    def build(self, world: World) -> FakeStep:
         """See `StepSource.build`."""
         if self.batch is None:
             raise CaptureError(
@@ -61,7 +61,7 @@ class LightningStep:
         zero_gradients(module.parameters())
         silence(module, self.namespace)
         optimizers = [world.optimizer(optimizer) for optimizer in self.trainer.optimizers]
-        batch = world.fake(self.batch)
+        batch = world.copy(self.batch)
         trainer = trainer_for(module, optimizers, self.trainer, self.namespace)
         module.trainer = trainer
         run = _automatic if self.module.automatic_optimization else _manual

@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from .capture.source import StepSource
     from .config import DTRConfig
     from .core.plan import Plan
+    from .gate import VerifyReport
     from .planner import Frontier
     from .session import BudgetSession
 
@@ -130,12 +131,52 @@ def frontier(
     )
 
 
-def verify(*args: Any, **kwargs: Any) -> Any:
-    """Prove that a plan changes nothing (design §11). Not in this version; see the changelog."""
-    raise NotImplementedError(
-        "verify() is not in this version. The tests of this package compare planned with unplanned training; "
-        "see docs/how-it-works.md"
+def verify(
+    model: nn.Module,
+    example_inputs: Any,
+    *,
+    budget: str,
+    optimizer: torch.optim.Optimizer | None = None,
+    loss_fn: Callable[[Any], torch.Tensor] | None = None,
+    steps: int = 3,
+    **config: Any,
+) -> VerifyReport:
+    """Prove that a plan changes nothing, by training a few steps with and without it.
+
+    Trained on copies of model and optimizer (which have to fit beside them): by the plan, by `torch.compile`
+    alone from the same seed, and eagerly. Losses, every gradient, buffer, parameter, optimizer state, random
+    state and the modules' Python state are compared. All real objects and random states stay as they are.
+
+    Args:
+        model, example_inputs, budget, optimizer, loss_fn: as for `plan`; the inputs are real.
+        steps: optimizer steps to train.
+        **config: fields of `DTRConfig`.
+
+    Returns:
+        A `VerifyReport`: `.ok`, `.rows` (worst first); as text a table with the tolerances and their reason.
+
+    Raises:
+        ConfigError, BudgetInfeasible, PlanMismatch; CaptureError also when the step cannot be run on copies.
+    """
+    import dataclasses
+
+    from .errors import ConfigError
+    from .session import BudgetSession
+
+    if isinstance(steps, bool) or not isinstance(steps, int) or steps < 1:
+        raise ConfigError(f"steps={steps!r} is no whole number of 1 or more; write for example steps=3")
+    source, settings, place, _ = _question(
+        model, example_inputs, budget, optimizer, loss_fn, None, 1, None, config
     )
+    session = BudgetSession(
+        dataclasses.replace(settings, fallback="error", run_dir=None, verify=False),
+        model,
+        optimizers=() if optimizer is None else (optimizer,),
+        device=place,
+    )
+    with session:
+        session.prepare(source)
+        return session.verify(source, steps=steps)
 
 
 def _question(

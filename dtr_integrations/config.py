@@ -65,6 +65,10 @@ class DTRConfig:
     progress: bool = True
     """Show a progress line for whatever takes longer than a second."""
 
+    verify: bool = False
+    """Prove once, before the first step, that the plan changes nothing (see `dtr_integrations.verify`): a few
+    steps on a copy of model and optimizer, several compiles. `VerificationFailed` if it does."""
+
     def __post_init__(self) -> None:
         for field in dataclasses.fields(self):
             object.__setattr__(self, field.name, checked(field.name, getattr(self, field.name)))

@@ -8,6 +8,7 @@
         ├── PlanMismatch           (ValueError)    a plan made earlier is not for this step
         ├── CaptureError           (RuntimeError)  the fake run of the step failed
         ├── CertifyError           (RuntimeError)  the dry run of a plan failed
+        ├── VerificationFailed     (RuntimeError)  training by the plan differs from training without it
         ├── ProfilerActive         (RuntimeError)  measuring would break somebody's profiler
         ├── UnsupportedTorch       (ImportError)   this torch lacks something we rely on
         └── MissingExtra           (ImportError)   an optional package is not installed
@@ -40,6 +41,7 @@ __all__ = [
     "PlanWarning",
     "ProfilerActive",
     "UnsupportedTorch",
+    "VerificationFailed",
 ]
 
 _HOLDERS_SHOWN = 8
@@ -167,6 +169,25 @@ class CertifyError(DTRError, RuntimeError):
     Remedy: none on your side is expected; please report it with the chained cause. ``mode="tags"`` takes
     another way.
     """
+
+
+class VerificationFailed(DTRError, RuntimeError):
+    """Training by the plan differs from training without it (``verify=True``); raised before step 1.
+
+    Remedy: the table names what differs. Python state that changes the forward between calls belongs into a
+    buffer, or its module out of `targets`. If nothing of yours explains it, please report it; the same
+    training without this library, or with a budget that does not bind, is not affected.
+
+    Args:
+        message: What was compared.
+        report: The `VerifyReport`, whose text ends the message.
+    """
+
+    report: Any
+
+    def __init__(self, message: str, *, report: Any = None) -> None:
+        self.report = report
+        super().__init__(message if report is None else f"{message}\n{report}")
 
 
 class ProfilerActive(DTRError, RuntimeError):

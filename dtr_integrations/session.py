@@ -38,7 +38,9 @@ from .errors import (
     NothingPlanned,
     PlanMismatch,
     PlanWarning,
+    VerificationFailed,
 )
+from .gate import VerifyReport, check
 from .measure import (
     PeakLog,
     TracedPeak,
@@ -49,7 +51,7 @@ from .measure import (
     tensors_in,
     trace_step,
 )
-from .pipeline import Planned, Progress, make_plan, plan_unknown, silent
+from .pipeline import Planned, Progress, make_plan, plan_unknown, planned_partitioner, silent
 from .units import format_bytes
 
 log = logging.getLogger("dtr_integrations")
@@ -165,25 +167,20 @@ class BudgetSession:
         """Plan the step that `source` describes and compile by it from now on. Before any real forward.
 
         Raises `BudgetInfeasible`, `PlanMismatch`; `CaptureError` only with `fallback="error"`, otherwise the
-        modules run eagerly with a `NothingPlanned` warning. The model, gradients and random state are as
-        before in every case.
+        modules run eagerly with a `NothingPlanned` warning. With `verify=True`, once: `VerificationFailed`
+        when training by the plan differs, `CaptureError` when that cannot be found out. The model, gradients
+        and random state are as before in every case.
         """
         if self._closed:
             raise ConfigError("this session is closed; make a new one to train under a budget again")
         self._settled = True
         try:
-            with preserved_randomness():
-                planned = make_plan(
-                    source,
-                    budget_bytes=self.budget_bytes,
-                    reserve=self._reserve(),
-                    device=self.device.type,
-                    options=self.config.compile_options,
-                    mode=self.config.mode,
-                    best_effort=self.config.on_infeasible == "best_effort",
-                    given=read_plan(self.config.plan),
-                    progress=self._progress,
-                )
+            planned = self._planned_for(
+                source,
+                options=self.config.compile_options,
+                best_effort=self.config.on_infeasible == "best_effort",
+                given=read_plan(self.config.plan),
+            )
         except (CaptureError, CertifyError) as error:
             if self.config.fallback == "error":
                 raise
@@ -210,6 +207,35 @@ class BudgetSession:
             self._give_up(_why_nothing(planned))
             return
         self._adopt(planned)
+        if self.config.verify and not self._verified:
+            self._prove(source)
+
+    def verify(self, source: StepSource, *, steps: int = 3) -> VerifyReport:
+        """Compare `steps` steps of training by the plan in force with training without it, on copies.
+
+        `source` is the step that was planned. Nothing real changes. Raises `CaptureError` when the step
+        cannot be run on copies of its objects.
+        """
+        if self.plan is None:
+            raise ConfigError("there is no plan to verify: nothing was planned")
+        options = self.config.compile_options
+
+        @contextlib.contextmanager
+        def with_options(other: Mapping[str, Any]) -> Iterator[Any]:
+            planned = self._planned_for(source, options=dict(other), best_effort=True)
+            with planned_partitioner(planned.plan.schedule, mode=planned.plan.mode) as partitioner:
+                yield partitioner, planned_options(other, is_default=planned.plan.is_default)
+
+        return check(
+            source,
+            self._carrier(),
+            options=options,
+            with_eagers_numbers=with_options,
+            steps=steps,
+            progress=self._progress,
+        )
+
+    _verified = False
 
     def close(self) -> None:
         """Restore the modules. The plan and the reports stay readable; calling twice is fine."""
@@ -337,6 +363,46 @@ class BudgetSession:
             return reserve
         return Reserve(lines={**reserve.lines, "learnt from measured steps": self._learnt_bytes})
 
+    def _planned_for(
+        self, source: StepSource, *, options: dict[str, Any], best_effort: bool, given: Plan | None = None
+    ) -> Planned:
+        with preserved_randomness():
+            return make_plan(
+                source,
+                budget_bytes=self.budget_bytes,
+                reserve=self._reserve(),
+                device=self.device.type,
+                options=options,
+                mode=self.config.mode,
+                best_effort=best_effort,
+                given=given,
+                progress=self._progress,
+            )
+
+    def _carrier(self) -> tuple[PlanPartitioner, dict[str, Any]]:
+        """What carries out the plan in force, and Inductor's options for it."""
+        plan = self.plan
+        assert plan is not None
+        digest = f"{plan.digest}-{plan.budget_bytes}"
+        options = planned_options(self.config.compile_options, is_default=plan.is_default)
+        return PlanPartitioner(self._registered, digest), options
+
+    def _prove(self, source: StepSource) -> None:
+        try:
+            report = self.verify(source)
+            if not report.ok:
+                raise VerificationFailed(
+                    "training by this plan is not the same training; nothing was trained yet", report=report
+                )
+        except BaseException:  # as before: the next call plans and verifies again
+            self.planned, self._settled = None, False
+            registry.unregister(self._registered)
+            if self._in_place is not None:
+                self._in_place.run_eagerly()
+            raise
+        self._verified = True
+        self._progress(f"verified: {len(report.rows)} values of {report.steps} steps are in order")
+
     def _adopt(self, planned: Planned) -> None:
         if self.planned is not None:
             self._earlier |= {schedule.fingerprint: schedule for schedule in self.planned.plan.schedule}
@@ -347,9 +413,7 @@ class BudgetSession:
         registry.unregister(self._registered)
         self._registered = registry.register(registry.Entry(decide=self._decide, mode=plan.mode))
         if self._in_place is not None:
-            digest = f"{plan.digest}-{plan.budget_bytes}"
-            options = planned_options(self.config.compile_options, is_default=plan.is_default)
-            self._in_place.use(PlanPartitioner(self._registered, digest), options)
+            self._in_place.use(*self._carrier())
         if self.config.run_dir is not None:
             directory = Path(self.config.run_dir)
             directory.mkdir(parents=True, exist_ok=True)

@@ -72,6 +72,7 @@ def test_defaults() -> None:
         "run_dir": None,
         "log_every_n_steps": 50,
         "progress": True,
+        "verify": False,
     }
 
 

@@ -28,14 +28,14 @@ CONDITIONS: dict[str, tuple[Callable[[torch.Tensor], torch.Tensor], bool]] = {
 def test_conditions(name: str) -> None:
     condition, expected = CONDITIONS[name]
     world = FakeWorld()
-    x = world.fake(torch.nn.Parameter(torch.zeros(3)))  # nothing known
+    x = world.copy(torch.nn.Parameter(torch.zeros(3)))  # nothing known
     with world.active():
         assert bool(condition(x.detach())) is expected
 
 
 def test_numbers_of_the_batch_are_known() -> None:
     world = FakeWorld()
-    lengths, weight = world.fake((torch.tensor([2, 3]), torch.nn.Parameter(torch.tensor(2.5))))
+    lengths, weight = world.copy((torch.tensor([2, 3]), torch.nn.Parameter(torch.tensor(2.5))))
     with world.active():
         assert lengths.tolist() == [2, 3]
         assert (lengths + 1).max().item() == 4
@@ -46,7 +46,7 @@ def test_numbers_of_the_batch_are_known() -> None:
 def test_known_numbers_are_followed_through_writes_and_views() -> None:
     world = FakeWorld()
     real = torch.zeros(2, 3, dtype=torch.long)
-    ids, weight = world.fake((real, torch.nn.Parameter(torch.ones(3))))
+    ids, weight = world.copy((real, torch.nn.Parameter(torch.ones(3))))
     with world.active():
         ids[0].fill_(7)
         assert ids.tolist() == [[7, 7, 7], [0, 0, 0]]
@@ -57,7 +57,7 @@ def test_known_numbers_are_followed_through_writes_and_views() -> None:
 
 def test_shapes_that_depend_on_data() -> None:
     world = FakeWorld()
-    mask, x = world.fake((torch.tensor([True, False, True]), torch.nn.Parameter(torch.zeros(3, 4))))
+    mask, x = world.copy((torch.tensor([True, False, True]), torch.nn.Parameter(torch.zeros(3, 4))))
     with world.active():
         assert x[mask].shape == (2, 4)
         assert x[x[:, 0] > 0].shape == (3, 4)  # unknown: as if it selected everything
@@ -68,7 +68,7 @@ def test_shapes_that_depend_on_data() -> None:
 
 def test_arrays() -> None:
     world = FakeWorld()
-    ids, x = world.fake((torch.tensor([3, 4]), torch.nn.Parameter(torch.zeros(2, 2))))
+    ids, x = world.copy((torch.tensor([3, 4]), torch.nn.Parameter(torch.zeros(2, 2))))
     with world.active():
         assert np.asarray(ids).tolist() == [3, 4]
         assert np.asarray(x.detach()).tolist() == [[1.0, 1.0], [1.0, 1.0]]

@@ -24,19 +24,19 @@ from torch.utils.data import DataLoader, Dataset
 from torch.utils.data.dataloader import _BaseDataLoaderIter
 
 from ..errors import CaptureError
-from .fake import FakeWorld
 from .source import FakeStep, zero_gradients
+from .world import World
 
 _CODE_TYPES = (type, types.ModuleType, types.BuiltinFunctionType)
 
 
-def twin_function(fn: Callable[..., Any], world: FakeWorld) -> Callable[..., Any]:
+def twin_function(fn: Callable[..., Any], world: World) -> Callable[..., Any]:
     """`fn` over twins of everything it refers to. `fn` and the objects are not changed."""
     return _Rebuild(world).callable(fn)
 
 
 class _Rebuild:
-    def __init__(self, world: FakeWorld) -> None:
+    def __init__(self, world: World) -> None:
         self.world = world
         self.done: dict[int, Any] = {}
         self.data: list[tuple[Any, Any]] = []  # (real, twin) of what is neither module, optimizer nor code
@@ -141,7 +141,7 @@ def tensors_of(fn: Callable[..., Any]) -> list[torch.Tensor]:
     return [leaf for real, _ in rebuild.data for leaf in pytree.tree_leaves(real) if _is_tensor(leaf)]
 
 
-class _Uncopied(FakeWorld):
+class _Uncopied(World):
     """A world in which everything is its own twin: to walk a function without copying what it refers to."""
 
     def copy(self, thing: Any, *, shared: tuple[Any, ...] = ()) -> Any:
@@ -164,7 +164,7 @@ class FunctionStep:
     optimizers: tuple[torch.optim.Optimizer, ...] = ()
     targets: tuple[str, ...] = ("",)
 
-    def build(self, world: FakeWorld) -> FakeStep:
+    def build(self, world: World) -> FakeStep:
         """See `StepSource.build`."""
         model = world.copy(self.model)
         zero_gradients(model.parameters())

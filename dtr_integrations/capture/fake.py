@@ -10,7 +10,6 @@ tensors).
 from __future__ import annotations
 
 import contextlib
-import copy
 import random
 import sys
 import weakref
@@ -32,9 +31,9 @@ from .._compat import (
     FakeTensorMode,
 )
 from ..core.ledger import Ledger
-from ..errors import CaptureError
 from .scratch import Scratch
 from .stand_ins import StandIns
+from .world import World
 
 _SCRATCH_KEY = -1  # no storage has this address
 
@@ -141,32 +140,18 @@ class StorageCounter:
         self.ledger.label(tensor.untyped_storage()._cdata, kind)
 
 
-class FakeWorld:
-    """Fake twins of real objects, all in one mode and one ledger; the real ones are never written to."""
+class FakeWorld(World):
+    """Fake twins of real objects, all in one mode and one ledger."""
 
     def __init__(self, scratch: Scratch | None = None) -> None:
+        super().__init__()
         self.ledger = Ledger()
         self.counter = StorageCounter(self.ledger, scratch or Scratch(None))
         self.mode = self.counter.mode
-        self._memo: dict[int, Any] = {}
 
     def copy(self, thing: Any, *, shared: tuple[Any, ...] = ()) -> Any:
-        """A deep copy of `thing` in which every tensor is fake; objects in `shared` stay the real ones.
-
-        Several calls share one memo, so an optimizer's copy points at the parameters of the module's copy.
-        Raises `CaptureError` when something in it cannot be copied.
-        """
-        for item in shared:
-            self._memo[id(item)] = item
-        try:
-            with FakeCopyMode(self.mode):
-                twin = copy.deepcopy(thing, self._memo)
-        except Exception as error:
-            raise CaptureError(
-                f"a {type(thing).__name__} cannot be copied for planning ({type(error).__name__}: {error}). "
-                "Keep locks, open files and loaders out of the module's attributes, "
-                "or give them a __deepcopy__."
-            ) from error
+        """See `World.copy`; every tensor of the copy is fake."""
+        twin = super().copy(thing, shared=shared)
         for real in self._memo.get(id(self._memo), ()):  # what deepcopy has copied
             copied = self._memo.get(id(real))
             if isinstance(real, torch.Tensor) and isinstance(copied, FakeTensor):
@@ -190,18 +175,8 @@ class FakeWorld:
                 self._memo[id(leaf)] = twin
 
     def optimizer(self, optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
-        """The optimizer's twin: same class, hyper-parameters and state, stepping the copied parameters only.
-
-        Only the state that `Optimizer.__getstate__` names is copied: a scheduler replaces `step` on the
-        instance by a closure over the *real* optimizer.
-        """
-        twin: torch.optim.Optimizer = self.copy(optimizer)
-        for name, value in vars(optimizer).items():
-            # What a subclass keeps besides (LBFGS's parameters, SAM's base optimizer); not functions: see
-            # above.
-            if name not in vars(twin) and not callable(value):
-                is_optimizer = isinstance(value, torch.optim.Optimizer)
-                setattr(twin, name, self.optimizer(value) if is_optimizer else self.copy(value))
+        """See `World.optimizer`."""
+        twin = super().optimizer(optimizer)
         with self.mode:
             for state in twin.state.values():
                 for name, value in state.items():
@@ -210,15 +185,10 @@ class FakeWorld:
                         state[name] = torch.tensor(0.0, dtype=value.dtype)
         return twin
 
-    def fake(self, tree: Any) -> Any:
-        """The pytree with fake tensors in the place of real ones (same shapes, dtypes, aliasing,
-        `requires_grad`)."""
-        return self.copy(tree)
-
-    def release(self) -> None:
-        """Let go of the real objects: torch keeps compiled code, and through it this world, longer than
-        anyone wants."""
-        self._memo = {}
+    @contextlib.contextmanager
+    def _copying(self) -> Iterator[None]:
+        with FakeCopyMode(self.mode):
+            yield
 
     @contextlib.contextmanager
     def active(self) -> Iterator[None]:

@@ -1,6 +1,6 @@
 """How one training step is run: the only thing that an adapter has to supply.
 
-A `StepSource` builds, in a `FakeWorld`, fake twins of what the step uses and returns a `FakeStep`; running
+A `StepSource` builds, in a `World`, twins of what the step uses and returns a `FakeStep`; running
 that performs one whole optimizer step exactly as the framework would: forward, loss, (zeroing,) backward,
 clipping, optimizer.
 """
@@ -16,12 +16,12 @@ from torch import nn
 from torch.utils import _pytree as pytree
 
 from ..errors import CaptureError
-from .fake import FakeWorld
+from .world import World
 
 
 @dataclass(kw_only=True)
 class FakeStep:
-    """One training step on fake twins.
+    """One training step on twins of the real objects.
 
     `targets` are the submodules (names in `model`; "" is the model itself) to compile. `run()` performs one
     whole optimizer step; afterwards gradients are as the framework leaves them between steps. `batch` is what
@@ -38,8 +38,8 @@ class FakeStep:
 class StepSource(Protocol):
     """What adapters implement (contract of the capture; see `ModuleStep` for the plain one)."""
 
-    def build(self, world: FakeWorld) -> FakeStep:
-        """Fake twins of the model, the optimizers and the batch, and the step over them. Must not change the
+    def build(self, world: World) -> FakeStep:
+        """Twins of the model, the optimizers and the batch, and the step over them. Must not change the
         real ones."""
         ...
 
@@ -99,7 +99,7 @@ class ModuleStep:
     zero_after_forward: bool = False
     context: Callable[[], Any] | None = None
 
-    def build(self, world: FakeWorld) -> FakeStep:
+    def build(self, world: World) -> FakeStep:
         """See `StepSource.build`."""
         from .closure import twin_function  # which builds on this module
 
@@ -109,7 +109,7 @@ class ModuleStep:
         zero_gradients(model.parameters())
         if not model.training:
             model.train()
-        args, kwargs = batch = world.fake((self.args, dict(self.kwargs)))
+        args, kwargs = batch = world.copy((self.args, dict(self.kwargs)))
         optimizer = world.optimizer(self.optimizer) if self.optimizer is not None else None
         loss_fn = default_loss if self.loss_fn is None else twin_function(self.loss_fn, world)
 

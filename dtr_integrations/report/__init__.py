@@ -7,6 +7,7 @@
 | slowdown, predicted and measured | `slowdown_table`, from a `paired_ratio` |
 | memory over one step | `plot_step` (needs the extra `plot`) |
 | a whole session | `session_text` |
+| what `verify` found | `verify_table`, `verify_text` |
 | any of the tables as plain text | `to_text` |
 """
 
@@ -16,6 +17,7 @@ from .pairs import PairedRatio, paired_ratio
 from .plots import plot_step
 from .session import session_text
 from .tables import breakdown_rows, breakdown_table, peaks_table, slowdown_table, to_text, worst_per_rank
+from .verdict import verify_table, verify_text
 
 __all__ = [
     "PairedRatio",
@@ -27,5 +29,7 @@ __all__ = [
     "session_text",
     "slowdown_table",
     "to_text",
+    "verify_table",
+    "verify_text",
     "worst_per_rank",
 ]

@@ -1,0 +1,345 @@
+"""Train a few steps on twins and write down all that they leave: losses, gradients, buffers, parameters,
+optimizer state, random state, Python state."""
+
+from __future__ import annotations
+
+import contextlib
+import random
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+from unittest import mock
+
+import torch
+from torch import nn
+from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from .._compat import compile_call, compile_fx
+from ..apply.dispatch import InPlace
+from ..apply.partitioner import PlanPartitioner
+from ..capture.fake import preserved_randomness
+from ..capture.source import FakeStep, StepSource
+from ..capture.world import RealWorld
+
+# How a step's modules are run: compiled inside of the block, as they were after it.
+Way = Callable[[FakeStep], AbstractContextManager[None]]
+
+_PLAIN = (bool, int, float, str, bytes, type(None))
+_MOST_ITEMS = 10_000  # of a container in a module's Python state
+
+
+class Key(NamedTuple):
+    """What a recorded value is: ``Key("gradient", "head.weight")``."""
+
+    kind: str
+    name: str
+
+
+@dataclass(kw_only=True)
+class Trained:
+    """What training left, on the CPU.
+
+    Attributes:
+        steps: tensors after each step; the last one's has parameters and optimizer state as well.
+        random: the random state afterwards, by generator.
+        python: plain attributes of the modules afterwards; `changed` names those that were others before.
+        hook_calls: how often each gradient hook on a parameter ran.
+        drew: whether random numbers of torch's were drawn.
+        dtypes: floating dtypes that ops of the first step returned (only for eager training).
+    """
+
+    steps: list[dict[Key, torch.Tensor]] = field(default_factory=list)
+    random: dict[str, Any] = field(default_factory=dict)
+    python: dict[str, Any] = field(default_factory=dict)
+    changed: tuple[str, ...] = ()
+    hook_calls: Counter[str] = field(default_factory=Counter)
+    drew: bool = False
+    dtypes: set[torch.dtype] = field(default_factory=set)
+
+
+def train(
+    source: StepSource,
+    way: Way,
+    *,
+    steps: int,
+    nudge: float = 0.0,
+    python: Mapping[str, Any] | None = None,
+) -> Trained:
+    """`steps` optimizer steps of `source` on twins, from the real objects' state and today's random state.
+
+    Args:
+        source: the step; nothing real is changed by it.
+        way: `eagerly`, `by_default(...)` or `by_plan(...)`.
+        steps: optimizer steps, at least 1.
+        nudge: parameters begin at (1 + nudge · u) times their value, u uniform in [−1, 1).
+        python: attributes of modules to set first, by name as in `Trained.python`.
+    """
+    world = RealWorld()
+    trained = Trained()
+    with preserved_randomness(), torch._dynamo.config.patch({"recompile_limit": 64}):
+        step = source.build(world)
+        _nudge(step.model, nudge)
+        _set_python(step.model, python or {})
+        _count_hooks(step.model, trained.hook_calls)
+        before, drawn = python_state(step.model), torch.get_rng_state()
+        record = _Record(step)
+        with way(step), record.watching_backward():
+            for number in range(steps):
+                with _dtypes(trained.dtypes) if way is eagerly and not number else contextlib.nullcontext():
+                    step.run()
+                trained.steps.append(record.take())
+        trained.steps[-1].update(_final(step))
+        trained.random = _random_state()
+        trained.python = python_state(step.model)
+        trained.changed = tuple(
+            n for n, v in trained.python.items() if not same_value(v, before.get(n, _ABSENT))
+        )
+        trained.drew = not torch.equal(drawn, torch.get_rng_state())
+    world.release()
+    torch.clear_autocast_cache()
+    return trained
+
+
+# -- ways ----------------------------------------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def eagerly(step: FakeStep) -> Iterator[None]:
+    """Nothing is compiled."""
+    with torch.compiler.set_stance("force_eager"):
+        yield
+
+
+def by_default(options: Mapping[str, Any]) -> Way:
+    """Torch's default compile with these options. Shares no code with what carries out plans."""
+
+    def backend(gm: Any, inputs: Any) -> Any:
+        return compile_fx(gm, inputs, config_patches=dict(options))
+
+    @contextlib.contextmanager
+    def way(step: FakeStep) -> Iterator[None]:
+        modules = [step.model.get_submodule(name) for name in step.targets]
+        for module in modules:
+            module._compiled_call_impl = _while_training(module, compile_call(module._call_impl, backend))
+        try:
+            yield
+        finally:
+            for module in modules:
+                module._compiled_call_impl = None
+
+    return way
+
+
+def by_plan(partitioner: PlanPartitioner, options: Mapping[str, Any]) -> Way:
+    """As a session runs it."""
+
+    @contextlib.contextmanager
+    def way(step: FakeStep) -> Iterator[None]:
+        targets = {name: step.model.get_submodule(name) for name in step.targets}
+        in_place = InPlace(targets, lambda name, args, kwargs: None)
+        in_place.use(partitioner, options)
+        try:
+            yield
+        finally:
+            in_place.remove()
+
+    return way
+
+
+def _while_training(module: nn.Module, compiled: Callable[..., Any]) -> Callable[..., Any]:
+    eager = module._call_impl
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        training = module.training and torch.is_grad_enabled()
+        return (compiled if training else eager)(*args, **kwargs)
+
+    return call
+
+
+# -- what is written down ------------------------------------------------------------------------------------
+
+
+class _Record:
+    """Losses and gradients as each backward leaves them: later code may zero them."""
+
+    def __init__(self, step: FakeStep) -> None:
+        self.step = step
+        self.names = _names(step)
+        self.tensors: dict[Key, torch.Tensor] = {}
+        self.backwards = 0
+
+    @contextlib.contextmanager
+    def watching_backward(self) -> Iterator[None]:
+        real = torch.autograd.backward
+
+        def backward(tensors: Any, *args: Any, **kwargs: Any) -> None:
+            self.backwards += 1
+            for loss in pytree.tree_leaves(tensors):
+                name = f"of backward {self.backwards}" if self.backwards > 1 else ""
+                self.tensors[Key("loss", name)] = _kept(loss)
+            real(tensors, *args, **kwargs)
+            self._gradients()
+
+        with mock.patch.object(torch.autograd, "backward", backward):
+            yield
+
+    def take(self) -> dict[Key, torch.Tensor]:
+        """The step's tensors; begins the next step."""
+        for name, buffer in self.step.model.named_buffers():
+            self.tensors[Key("buffer", name)] = _kept(buffer)
+        tensors, self.tensors, self.backwards = self.tensors, {}, 0
+        return tensors
+
+    def _gradients(self) -> None:
+        for tensor, name in self.names:
+            if tensor.grad is not None:
+                self.tensors[Key("gradient", name)] = _kept(tensor.grad)
+
+
+def _names(step: FakeStep) -> list[tuple[torch.Tensor, str]]:
+    """Every tensor that may get a gradient, once, with its name: parameters, what optimizers step, the
+    batch."""
+    named = [(parameter, name) for name, parameter in step.model.named_parameters()]
+    for i, optimizer in enumerate(step.optimizers):
+        parameters = [p for group in optimizer.param_groups for p in group["params"]]
+        named += [(p, f"parameter {j} of optimizer {i}") for j, p in enumerate(parameters)]
+    leaves = [leaf for leaf in pytree.tree_leaves(step.batch) if isinstance(leaf, torch.Tensor)]
+    named += [(leaf, f"input {i}") for i, leaf in enumerate(leaves) if leaf.requires_grad]
+    return list({id(tensor): (tensor, name) for tensor, name in reversed(named)}.values())[::-1]
+
+
+def _final(step: FakeStep) -> dict[Key, torch.Tensor]:
+    named = _names(step)
+    names = {id(tensor): name for tensor, name in named}
+    found = {Key("parameter", name): _kept(tensor) for tensor, name in named if not name.startswith("input ")}
+    for i, optimizer in enumerate(step.optimizers):
+        for parameter, state in optimizer.state.items():
+            for path, leaf in pytree.tree_flatten_with_path(state)[0]:
+                name = f"{names.get(id(parameter), f'optimizer {i}')}{pytree.keystr(path)}"
+                if isinstance(leaf, (torch.Tensor, int, float)):
+                    found[Key("optimizer state", name)] = _kept(leaf)
+        for j, group in enumerate(optimizer.param_groups):
+            if isinstance(group.get("lr"), (torch.Tensor, float)):
+                found[Key("optimizer state", f"optimizer {i}, group {j}: lr")] = _kept(group["lr"])
+    return found
+
+
+def _kept(value: Any) -> torch.Tensor:
+    if not isinstance(value, torch.Tensor):
+        return torch.tensor(value, dtype=torch.float64)
+    value = value.detach()
+    return (value.to_dense() if value.layout is not torch.strided else value).to("cpu", copy=True)
+
+
+def _random_state() -> dict[str, Any]:
+    state: dict[str, Any] = {"torch": torch.get_rng_state(), "Python": random.getstate()}
+    if torch.cuda.is_available() and torch.cuda.is_initialized():
+        state["CUDA"] = torch.stack(torch.cuda.get_rng_state_all())
+    with contextlib.suppress(ImportError):
+        import numpy
+
+        made = numpy.random.get_state(legacy=False)["state"]
+        state["numpy"] = (made["key"].tolist(), made["pos"])
+    return state
+
+
+def python_state(model: nn.Module) -> dict[str, Any]:
+    """Plain attributes of every module (numbers, texts, containers of them), by dotted name; copies."""
+    own = vars(nn.Module()).keys() - {"training"}
+    return {
+        f"{module_name}.{name}" if module_name else name: _copied(value)
+        for module_name, module in model.named_modules()
+        for name, value in vars(module).items()
+        if name not in own and _is_plain(value)
+    }
+
+
+def _set_python(model: nn.Module, values: Mapping[str, Any]) -> None:
+    for name, value in values.items():
+        module, _, attribute = name.rpartition(".")
+        setattr(model.get_submodule(module), attribute, _copied(value))
+
+
+def _is_plain(value: Any) -> bool:
+    if isinstance(value, (list, tuple, set, frozenset, dict)):
+        parts = [*value, *value.values()] if isinstance(value, dict) else list(value)
+        return len(parts) <= _MOST_ITEMS and all(_is_plain(part) for part in parts)
+    return isinstance(value, _PLAIN)
+
+
+def _copied(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _copied(part) for key, part in value.items()}
+    return type(value)(map(_copied, value)) if type(value) in (list, tuple, set, frozenset) else value
+
+
+_ABSENT = object()
+
+
+def same_value(one: Any, other: Any, *, relative: float = 0.0) -> bool:
+    """Whether two plain values are equal, floats to a relative difference."""
+    if isinstance(one, float) and isinstance(other, float):
+        return one == other or abs(one - other) <= relative * abs(other) or (one != one and other != other)
+    if type(one) is not type(other):
+        return False
+    if isinstance(one, dict):
+        return one.keys() == other.keys() and all(
+            same_value(value, other[key], relative=relative) for key, value in one.items()
+        )
+    if isinstance(one, (list, tuple)):
+        return len(one) == len(other) and all(
+            same_value(a, b, relative=relative) for a, b in zip(one, other, strict=True)
+        )
+    return bool(one == other)
+
+
+# -- instruments ---------------------------------------------------------------------------------------------
+
+
+def _nudge(model: nn.Module, size: float) -> None:
+    if not size:
+        return
+    made = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.is_floating_point():
+                noise = torch.rand(parameter.shape, generator=made, dtype=torch.float64).mul_(2).sub_(1)
+                parameter.copy_(parameter.double() * (1 + size * noise.to(parameter.device)))
+
+
+def _count_hooks(model: nn.Module, calls: Counter[str]) -> None:
+    """Let every gradient hook on a parameter count its calls."""
+
+    def counted(hook: Callable[..., Any], name: str) -> Callable[..., Any]:
+        def call(*args: Any) -> Any:
+            calls[name] += 1
+            return hook(*args)
+
+        return call
+
+    for name, parameter in model.named_parameters():
+        for kind in ("_backward_hooks", "_post_accumulate_grad_hooks"):
+            hooks = getattr(parameter, kind, None) or {}
+            for key in hooks:
+                hooks[key] = counted(hooks[key], name)
+
+
+class _DtypesSeen(TorchDispatchMode):
+    def __init__(self, seen: set[torch.dtype]) -> None:
+        super().__init__()
+        self.seen = seen
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        leaves = pytree.tree_leaves(out)
+        self.seen.update(t.dtype for t in leaves if isinstance(t, torch.Tensor) and t.is_floating_point())
+        return out
+
+
+@contextlib.contextmanager
+def _dtypes(seen: set[torch.dtype]) -> Iterator[None]:
+    with _DtypesSeen(seen):
+        yield
