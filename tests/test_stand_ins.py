@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from torch import nn
 
 from dtr_integrations.capture.fake import FakeWorld, preserved_randomness, wind_to_medians
+from dtr_integrations.capture.source import ModuleStep
+from dtr_integrations.capture.step import capture
 
 CONDITIONS: dict[str, tuple[Callable[[torch.Tensor], torch.Tensor], bool]] = {
     "isnan": (lambda x: torch.isnan(x).any(), False),
@@ -95,3 +99,26 @@ def test_generators_wound_to_medians() -> None:
             assert abs(np.random.random() - 0.5) < 1e-3
             assert len({random.random() for _ in range(624)}) > 1  # no loop waits forever
         assert (random.getstate(), np.random.get_state()[1].tolist()) == before
+
+
+def test_small_outputs_of_compiled_graphs_are_known() -> None:
+    """Compiled graphs run without their kernels: what follows from the batch alone, and from a lone random
+    number, is known all the same."""
+    seen: list[Any] = []
+
+    class Reads(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(4, 4)
+
+        def forward(self, x: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
+            mask = (torch.arange(4) < lengths[:, None]).float()
+            places = torch.nonzero(mask)[:, 1]
+            kept = bool(torch.rand([]) < 0.1)
+            torch._dynamo.graph_break()
+            seen.append((tuple(places.shape), kept, bool(torch.isnan(x).any())))
+            return self.linear(x)
+
+    capture(ModuleStep(model=Reads(), args=(torch.randn(2, 4), torch.tensor([1, 3]))))
+    assert seen == [((4,), False, False)] * len(seen)
+    assert seen

@@ -59,7 +59,7 @@ class RegionWatcher:
         """Wrap a dry call so that it is a region. Graphs without a backward belong to the eager region around
         them."""
         if lowering.is_inference or self._split_last is None:
-            return self._followed(lowering, call)
+            return self._followed(lowering, call, None)
         if not lowering.is_backward:
             self.by_lowering[lowering.graph_id] = self._split_last
         graph = self.by_lowering[lowering.graph_id]
@@ -70,18 +70,18 @@ class RegionWatcher:
             else:
                 graph.draft.forward_buffers = names
         if not lowering.is_backward:
-            call = self._followed(lowering, call)
+            call = self._followed(lowering, call, graph.num_forward_outputs)
         run = self._backward if lowering.is_backward else self._forward
         return lambda args: run(graph, call, args)
 
-    def _followed(self, lowering: GraphLowering, call: Call) -> Call:
-        """The call, with what can be known of its outputs noted."""
+    def _followed(self, lowering: GraphLowering, call: Call, outputs: int | None) -> Call:
+        """The call, with what can be known of its first `outputs` results noted."""
         graph, stand_ins = lowering.module.graph, self.world.counter.stand_ins
 
         def followed(args: list[Any]) -> Any:
             inputs = stand_ins.inputs(args)
             out = call(args)
-            stand_ins.follow_graph(graph, inputs, out)
+            stand_ins.follow_graph(graph, inputs, out[:outputs])
             return out
 
         return followed

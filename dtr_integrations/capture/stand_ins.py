@@ -111,7 +111,7 @@ class StandIns:
         Args:
             graph: the graph that was lowered.
             inputs: what `inputs` said before the call.
-            outputs: fake tensors that the call returned.
+            outputs: fake tensors that the call returned; the first ones are enough.
         """
         nodes = list(graph.nodes)
         placeholders = (n for n in nodes if n.op == "placeholder")
@@ -122,7 +122,7 @@ class StandIns:
             for node, out in zip(results, outputs, strict=False)
             if isinstance(node, fx.Node) and isinstance(out, FakeTensor) and _is_small(out)
         ]
-        needed = _ancestors(node for node, out in wanted if out.numel() == 1 or not out.is_floating_point())
+        needed = _ancestors(node for node, _ in wanted)
         known: dict[fx.Node, Any] = {}
         false: set[fx.Node] = set()
         with _real():
