@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import math
+import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
@@ -40,13 +41,21 @@ class StandIns:
     def __init__(self) -> None:
         self._false: Any = WeakIdKeyDictionary()
         self._values: Any = WeakIdKeyDictionary()
+        self._sharing: dict[int, list[weakref.ref[torch.Tensor]]] = {}  # fake tensors by their value's memory
 
     def know(self, tensor: torch.Tensor, value: torch.Tensor) -> None:
         """The fake `tensor` stands for the real `value`; ignored if that is too large or has gradients to
         come."""
         if not isinstance(value, torch.nn.Parameter) and _is_small(value):
             with _real():
-                self._values[tensor] = value.detach().clone()
+                self._note(tensor, value.detach().clone())
+
+    def _note(self, tensor: torch.Tensor, value: torch.Tensor) -> None:
+        self._values[tensor] = value
+        sharing = self._sharing.setdefault(value.untyped_storage().data_ptr(), [])
+        if len(sharing) % 64 == 63:  # memory is used again and again: most of these are gone
+            sharing[:] = [ref for ref in sharing if ref() is not None]
+        sharing.append(weakref.ref(tensor))
 
     def value(self, tensor: torch.Tensor) -> torch.Tensor | None:
         """The known value, not to be written to; None if there is none."""
@@ -96,7 +105,7 @@ class StandIns:
         else:
             for tensor, value in zip(outs, values, strict=True):
                 if isinstance(tensor, FakeTensor):
-                    self._values[tensor] = value
+                    self._note(tensor, value)
         if isinstance(out, torch.Tensor) and out.dtype is torch.bool and not self._holds(func, args):
             self._false[out] = True
 
@@ -193,10 +202,9 @@ class StandIns:
         for tensor in _written(func, args, kwargs):
             value = self._values.get(tensor)
             if value is not None:
-                memory = value.untyped_storage().data_ptr()
-                for other, known in list(self._values.items()):
-                    if known.untyped_storage().data_ptr() == memory:
-                        del self._values[other]
+                for ref in self._sharing.pop(value.untyped_storage().data_ptr(), ()):
+                    if (other := ref()) is not None:
+                        self._values.pop(other, None)
 
     def _holds(self, func: Any, args: Any) -> bool:
         return not _fails(func, args, lambda t: t in self._false)
