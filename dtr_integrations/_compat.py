@@ -26,7 +26,7 @@ _NEEDED = {
     "torch._inductor.custom_graph_pass": ("CustomPartitionerFn", "get_hash_for_files"),
     # compile_fx(config_patches=...) carries the partitioner into the lazily compiled backward
     # (torch/_inductor/compile_fx.py)
-    "torch._inductor.compile_fx": ("compile_fx",),
+    "torch._inductor.compile_fx": ("compile_fx", "compile_fx_inner"),
     # the dry run takes Inductor's wrapper source before any kernel is compiled (torch/_inductor/graph.py)
     "torch._inductor.graph": ("GraphLowering",),
     "torch._dynamo.repro.after_aot": ("save_graph_repro",),
@@ -74,6 +74,9 @@ def _probe() -> None:
         missing += [f"{module_name}.{name}" for name in names if not hasattr(module, name)]
     if not hasattr(torch.nn.Module, "_call_impl"):
         missing.append("torch.nn.Module._call_impl")
+    # whether a graph's backward is its last (torch/csrc/autograd/init.cpp)
+    if not hasattr(torch._C._autograd, "_get_current_graph_task_keep_graph"):
+        missing.append("torch._C._autograd._get_current_graph_task_keep_graph")
     version = torch.__version__
     if missing:
         raise UnsupportedTorch(
@@ -95,7 +98,7 @@ _probe()
 from torch._functorch import partitioners  # noqa: E402  (the probe comes first: its message beats an ImportError)
 from torch._functorch.compile_utils import fx_graph_cse  # noqa: E402
 from torch._inductor import config as inductor_config  # noqa: E402
-from torch._inductor.compile_fx import compile_fx  # noqa: E402
+from torch._inductor.compile_fx import compile_fx, compile_fx_inner  # noqa: E402
 from torch._inductor.custom_graph_pass import CustomPartitionerFn, get_hash_for_files  # noqa: E402
 from torch._inductor.graph import GraphLowering  # noqa: E402
 from torch._subclasses.fake_tensor import (  # noqa: E402
@@ -119,9 +122,13 @@ __all__ = [
     "canonical",
     "compile_call",
     "compile_fx",
+    "compile_fx_inner",
     "copied_graph",
     "get_hash_for_files",
     "inductor_config",
+    "is_compile_error",
+    "keeps_graph",
+    "leave_out",
     "partitioners",
 ]
 
@@ -145,6 +152,37 @@ def compile_call(call: Callable[..., Any], backend: Callable[..., Any]) -> Calla
     planned_module.__code__ = planned_module.__code__.replace()
     options = {"isolate_recompiles": True} if ISOLATES_RECOMPILES else {}
     return torch.compile(planned_module, backend=backend, dynamic=False, **options)
+
+
+def leave_out(module: torch.nn.Module) -> Callable[[], None]:
+    """Have Dynamo break its graph where `module` is called, and run it as it is. Returns how to undo that.
+
+    Dynamo inlines `forward` without a look at `_compiled_call_impl`, unless the instance has a `forward`
+    of its own (torch/_dynamo/variables/nn_module.py): there it gets the very same one.
+    """
+    disabled = torch._dynamo.disable(module._call_impl)
+    module._compiled_call_impl = disabled
+    own_forward = "forward" not in vars(module)
+    if own_forward:
+        module.forward = module.forward
+
+    def undo() -> None:
+        if module._compiled_call_impl is disabled:
+            module._compiled_call_impl = None
+        if own_forward and "forward" in vars(module):
+            del module.forward
+
+    return undo
+
+
+def is_compile_error(error: BaseException) -> bool:
+    """Whether torch's compiler raised it (and not the program that was compiled)."""
+    return type(error).__module__.startswith(("torch._dynamo", "torch._inductor", "torch._functorch"))
+
+
+def keeps_graph() -> bool:
+    """Inside a backward: whether what it reads is kept for another one (`retain_graph`, `create_graph`)."""
+    return bool(torch._C._autograd._get_current_graph_task_keep_graph())
 
 
 def copied_graph(graph: torch.fx.Graph) -> torch.fx.Graph:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
@@ -85,13 +86,14 @@ def plan(
         ConfigError, BudgetInfeasible, PlanMismatch, CaptureError.
     """
     from .distributed import reserve_for
+    from .errors import PlanWarning
     from .pipeline import make_plan, silent
     from .session import read_plan, shown
 
     source, settings, place, budget_bytes = _question(
         model, example_inputs, budget, optimizer, loss_fn, strategy, world_size, device, config
     )
-    return make_plan(
+    planned = make_plan(
         source,
         budget_bytes=budget_bytes,
         reserve=reserve_for(place.type, budget_bytes, settings.reserve_bytes()),
@@ -101,7 +103,15 @@ def plan(
         best_effort=settings.on_infeasible == "best_effort",
         given=read_plan(settings.plan),
         progress=shown if settings.progress else silent,
-    ).plan
+    )
+    for name, why in planned.captured.left_out.items():
+        warnings.warn(
+            f"torch.compile cannot take {name or type(model).__name__}: {why}. "
+            "It is planned as running eagerly.",
+            PlanWarning,
+            stacklevel=2,
+        )
+    return planned.plan
 
 
 def frontier(

@@ -8,6 +8,7 @@
         ├── PlanMismatch           (ValueError)    a plan made earlier is not for this step
         ├── CaptureError           (RuntimeError)  the fake run of the step failed
         ├── CertifyError           (RuntimeError)  the dry run of a plan failed
+        ├── CompileError           (RuntimeError)  torch.compile fails, and fallback="error"
         ├── VerificationFailed     (RuntimeError)  training by the plan differs from training without it
         ├── ProfilerActive         (RuntimeError)  measuring would break somebody's profiler
         ├── UnsupportedTorch       (ImportError)   this torch lacks something we rely on
@@ -33,6 +34,7 @@ __all__ = [
     "BudgetInfeasible",
     "CaptureError",
     "CertifyError",
+    "CompileError",
     "ConfigError",
     "DTRError",
     "MissingExtra",
@@ -168,6 +170,14 @@ class CertifyError(DTRError, RuntimeError):
 
     Remedy: none on your side is expected; please report it with the chained cause. ``mode="tags"`` takes
     another way.
+    """
+
+
+class CompileError(DTRError, RuntimeError):
+    """torch.compile cannot take a module, and ``fallback="error"`` asks for an error.
+
+    Remedy: the message names the module; mark it with ``torch.compiler.disable`` or name others with
+    `targets`. With another `fallback` it runs eagerly and the rest is planned around it.
     """
 
 

@@ -13,9 +13,10 @@ from .apply import registry
 from .apply.partitioner import PlanPartitioner, planned_options
 from .capture.costs import measured_rates
 from .capture.joint import describe, fingerprint
+from .capture.parts import capture_parts
 from .capture.scratch import Scratch
 from .capture.source import StepSource
-from .capture.step import Captured, DryRun, capture, certify
+from .capture.step import Captured, DryRun, Parts, certify
 from .core.graph import JointGraph, Phase, RegionKind, StepGraph
 from .core.plan import GraphSchedule, Plan
 from .core.profile import StepProfile
@@ -67,17 +68,22 @@ def make_plan(
     mode: str = "schedule",
     best_effort: bool = False,
     given: Plan | None = None,
+    parts: Parts | None = None,
+    failed: Mapping[str, str] | None = None,
     progress: Progress = silent,
 ) -> Planned:
     """Plan one step under `budget_bytes` (the rank's total; the reserve comes off it).
 
     Raises `BudgetInfeasible` with the lowest reachable bytes when nothing fits (`best_effort`: returns the
     lowest plan), `PlanMismatch` when `given` (a plan made earlier) is not for this step, `CaptureError` when
-    the step cannot be captured.
+    the step cannot be captured. `parts`: what an earlier plan of this run left out (`Captured.parts`);
+    `failed`: the targets that failed for real since then, and why.
     """
     clock = _Clock()
     progress("capturing the training step")
-    captured = capture(source, options=options, device=device, scratch=_SCRATCH)
+    captured = capture_parts(
+        source, parts=parts, failed=failed, options=options, device=device, scratch=_SCRATCH
+    )
     clock.lap("capture")
     bench = _Bench(source=source, captured=captured, options=options, mode=mode, progress=progress)
     target = budget_bytes - reserve.total_bytes
@@ -130,7 +136,7 @@ def make_frontier(
 ) -> Frontier:
     """Capture the step and search it whole; peaks are the search tier's (exact for the default). Raises
     `CaptureError`."""
-    captured = capture(source, options=options, device=device, scratch=_SCRATCH)
+    captured = capture_parts(source, options=options, device=device, scratch=_SCRATCH)
     return search(Problem(step=captured.step, correction=calibrate(captured.step), focus_bytes=focus_bytes))
 
 
@@ -204,7 +210,9 @@ class _Bench:
         self.progress(f"certifying plan {self.rounds}")
         with planned_partitioner(schedules, mode=self.mode) as partitioner:
             options = planned_options(self.options or {}, is_default=False)
-            return certify(self.source, partitioner, options=options, scratch=_SCRATCH)
+            return certify(
+                self.source, partitioner, options=options, scratch=_SCRATCH, parts=self.captured.parts
+            )
 
     def _observe(self, certified: Certified, fingerprints: Sequence[str]) -> None:
         by_name = {schedule.fingerprint: schedule for schedule in certified.schedules}

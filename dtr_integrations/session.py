@@ -19,13 +19,14 @@ from typing import Any
 import torch
 from torch import fx, nn
 
+from ._randomness import preserved_randomness
 from .apply import registry
 from .apply.dispatch import InPlace
 from .apply.partitioner import PlanPartitioner, planned_options
 from .capture.closure import FunctionStep, tensors_of
-from .capture.fake import preserved_randomness
 from .capture.joint import fingerprint
 from .capture.source import StepSource
+from .capture.step import Captured, Parts, reason
 from .config import DTRConfig
 from .core.peak import PeakReport
 from .core.plan import GraphSchedule, Plan
@@ -34,7 +35,9 @@ from .errors import (
     BudgetInfeasible,
     CaptureError,
     CertifyError,
+    CompileError,
     ConfigError,
+    DTRError,
     NothingPlanned,
     PlanMismatch,
     PlanWarning,
@@ -57,6 +60,10 @@ from .units import format_bytes
 log = logging.getLogger("dtr_integrations")
 _MAX_REPLANS = 2
 _MAX_GROWTHS = 4
+_WHAT_TO_DO = (
+    "Mark it with torch.compiler.disable, name what does compile with targets=[...], or see the cause with "
+    "torch.compile(module) alone."
+)
 
 
 class BudgetSession:
@@ -94,12 +101,15 @@ class BudgetSession:
         self._progress = progress or (shown if config.progress else silent)
         self._budget_bytes: int | None = None
         self._in_place: InPlace | None = None
+        self._installed: tuple[str, ...] = ()
         self._registered = ""
         self._unknown: dict[str, GraphSchedule] = {}
         self._learnt_bytes = 0  # what measuring showed to be missing from the prediction
         self._replans = 0
         self._settled = False  # planned, or given up on
         self._closed = False
+        self._parts: Parts | None = None  # what torch.compile can take, if that is not every target
+        self._failed: dict[str, str] = {}  # targets that failed when they ran for real, since the last plan
         self._earlier: dict[str, GraphSchedule] = {}  # of plans that this run has outgrown
         self._batch_bytes = 0  # of the largest batch that was planned for
         self._measured_before_plan = 0
@@ -161,7 +171,10 @@ class BudgetSession:
         self, targets: Mapping[str, nn.Module], before_call: Callable[..., None] | None = None
     ) -> None:
         """Put the dispatchers into the target modules (names in `model`). Nothing is compiled yet."""
-        self._in_place = InPlace(targets, before_call or (lambda name, args, kwargs: None))
+        self._installed = tuple(targets)
+        self._in_place = InPlace(
+            targets, before_call or (lambda name, args, kwargs: None), self._compile_failed
+        )
 
     def prepare(self, source: StepSource) -> None:
         """Plan the step that `source` describes and compile by it from now on. Before any real forward.
@@ -196,9 +209,21 @@ class BudgetSession:
                 f"no better plan was found, the one in force stays: {error}", PlanWarning, stacklevel=3
             )
             return
+        except DTRError:
+            self._settled = False
+            raise
+        except (
+            Exception
+        ) as error:  # ours, not the user's: it must not end a training that would go on without
+            if self.config.fallback == "error":
+                raise CaptureError(f"planning failed: {reason(error)}") from error
+            log.exception("planning failed; please report this")
+            self._give_up(f"planning failed, please report it: {reason(error)}")
+            return
         except BaseException:  # an interrupt too: the next call plans again
             self._settled = False
             raise
+        self._say_what_is_left_out(planned.captured)
         if planned.captured.checkpointed:
             _warn_of_checkpointing(planned)
         if not planned.captured.step.graphs:
@@ -231,6 +256,7 @@ class BudgetSession:
             self._carrier(),
             options=options,
             with_eagers_numbers=with_options,
+            parts=self._parts,
             steps=steps,
             progress=self._progress,
         )
@@ -376,6 +402,8 @@ class BudgetSession:
                 mode=self.config.mode,
                 best_effort=best_effort,
                 given=given,
+                parts=self._parts,
+                failed=self._failed,
                 progress=self._progress,
             )
 
@@ -413,7 +441,14 @@ class BudgetSession:
         registry.unregister(self._registered)
         self._registered = registry.register(registry.Entry(decide=self._decide, mode=plan.mode))
         if self._in_place is not None:
-            self._in_place.use(*self._carrier())
+            parts = planned.captured.parts or Parts(targets=self._installed)
+            partitioner, options = self._carrier()
+            self._in_place.use(
+                partitioner,
+                options,
+                targets={name: self.model.get_submodule(name) for name in parts.targets},
+                excluded={name: self.model.get_submodule(name) for name in parts.excluded},
+            )
         if self.config.run_dir is not None:
             directory = Path(self.config.run_dir)
             directory.mkdir(parents=True, exist_ok=True)
@@ -429,12 +464,44 @@ class BudgetSession:
                 stacklevel=3,
             )
         log.info(
-            "planned: %s of %s, slowdown %.3f (default compile: %s)",
+            "planned: %s of %s, slowdown %.3f, %d graphs (default compile: %s)",
             format_bytes(plan.required_bytes),
             format_bytes(plan.budget_bytes),
             plan.slowdown,
+            len(plan.schedule),
             format_bytes(plan.default_allocated_bytes),
         )
+
+    def _say_what_is_left_out(self, captured: Captured) -> None:
+        """Warn of modules that torch.compile cannot take, each once; an error with fallback="error"."""
+        known = {**(self._parts.excluded if self._parts is not None else {}), **self._failed}
+        self._failed = {}
+        self._parts = captured.parts
+        texts = [
+            f"torch.compile cannot take {self._named(name)}: {why}"
+            for name, why in captured.left_out.items()
+            if name not in known
+        ]
+        if texts and self.config.fallback == "error":
+            raise CompileError(f"{'; '.join(texts)}. {_WHAT_TO_DO}")
+        if captured.step.graphs:  # else there is one warning for all
+            for text in texts:
+                warnings.warn(
+                    f"{text}. It runs eagerly, and the rest is planned around it.", PlanWarning, stacklevel=4
+                )
+
+    def _compile_failed(self, name: str, error: Exception, instead: str, *, gives_up: bool) -> None:
+        text = f"torch.compile failed in {self._named(name)}: {reason(error)}"
+        if self.config.fallback == "error":
+            raise CompileError(f"{text}. {_WHAT_TO_DO}") from error
+        warnings.warn(f"{text}. Instead, {instead}. {_WHAT_TO_DO}", PlanWarning, stacklevel=4)
+        if gives_up:
+            self._failed[name] = reason(error)
+            self._settled = False  # the next step is planned without it
+
+    def _named(self, name: str) -> str:
+        kind = type(self.model.get_submodule(name)).__name__
+        return f"{name} ({kind})" if name else kind
 
     def _give_up(self, reason: str) -> None:
         if self._in_place is not None:
@@ -525,11 +592,17 @@ def _warn_of_checkpointing(planned: Planned) -> None:
 
 
 def _why_nothing(planned: Planned) -> str:
-    if not planned.captured.called:
+    if not planned.captured.called and not planned.captured.left_out:
         return (
             "no target module is called by the training step (a method other than forward, or another "
             "module, does the work). Name the modules that are called with targets=[...]."
         )
+    if planned.captured.left_out:
+        texts = (
+            f"torch.compile cannot take {n or 'the model'}: {why}"
+            for n, why in planned.captured.left_out.items()
+        )
+        return "; ".join(texts)
     return (
         f"compiling {', '.join(n or 'the model' for n in planned.captured.called)} gave no graph with a "
         "backward "

@@ -2,7 +2,7 @@
 
 `nn.Module.__call__` hands over to `_compiled_call_impl` when that is set (as `module.compile()` does). A
 small callable there runs evaluation and `no_grad` calls eagerly and compiles training calls; the first of
-them may have to plan first.
+them may have to plan first. Modules that torch.compile cannot take get one that Dynamo leaves alone.
 """
 
 from __future__ import annotations
@@ -12,43 +12,76 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.utils import _pytree as pytree
 
-from .._compat import compile_call, compile_fx
+from .._backend import inductor_backend
+from .._compat import compile_call, is_compile_error, leave_out
+from .._randomness import random_state, set_random_state
 from .partitioner import PlanPartitioner
 
 # (module's name, args, kwargs): called before each training call, e.g. to plan.
 BeforeCall = Callable[[str, tuple[Any, ...], dict[str, Any]], None]
 
+# (module's name, what was raised, what is done instead, gives_up=whether it is no longer compiled): may raise
+# an error of its own.
+Failed = Callable[..., None]
+
 
 class InPlace:
-    """Modules of one session, compiled in place; `remove()` makes them as they were."""
+    """Modules of one session, compiled in place; `remove()` makes them as they were.
 
-    def __init__(self, modules: Mapping[str, nn.Module], before_call: BeforeCall) -> None:
+    A failure of torch.compile in the first call of a kind (a new shape) is told to `failed` and made up for:
+    buffers and random state are put back and the module runs eagerly from then on.
+    """
+
+    def __init__(self, modules: Mapping[str, nn.Module], before_call: BeforeCall, failed: Failed) -> None:
         self._before_call = before_call
+        self._failed = failed
         self._backend: Callable[..., Any] | None = None
         self._calls = {name: _PlannedCall(name, module, self) for name, module in modules.items()}
-        for name, module in modules.items():
-            module._compiled_call_impl = self._calls[name]
-
-    def use(self, partitioner: PlanPartitioner, options: Mapping[str, Any]) -> None:
-        """From now on compile with this partitioner; what was compiled before is dropped."""
-
-        def backend(gm: Any, inputs: Any) -> Any:
-            return compile_fx(gm, inputs, config_patches={**options, "custom_partitioner_fn": partitioner})
-
-        self._backend = backend
+        self._excluded: list[Callable[[], None]] = []
         for call in self._calls.values():
-            call.compiled = None
+            call.outer = True
+            call.module._compiled_call_impl = call
+
+    def use(
+        self,
+        partitioner: PlanPartitioner,
+        options: Mapping[str, Any],
+        *,
+        targets: Mapping[str, nn.Module],
+        excluded: Mapping[str, nn.Module],
+    ) -> None:
+        """From now on compile `targets` with this partitioner, and leave `excluded` out of every graph; what
+        was compiled before is dropped."""
+        self._include_all()
+        for name, module in targets.items():
+            if name not in self._calls:
+                self._calls[name] = _PlannedCall(name, module, self)
+                module._compiled_call_impl = self._calls[name]
+        for name, call in self._calls.items():
+            call.use(partitioner, options, compiles=name in targets)
+        for name, module in excluded.items():
+            if name not in self._calls:
+                self._excluded.append(leave_out(module))
 
     def run_eagerly(self) -> None:
         """From now on nothing is compiled."""
-        self._backend = None
+        self._include_all()
+        for call in self._calls.values():
+            call.backend = call.compiled = None
 
     def remove(self) -> None:
         """Take the callables out again."""
+        self._include_all()
         for call in self._calls.values():
             if call.module._compiled_call_impl is call:
                 call.module._compiled_call_impl = None
+
+    def _include_all(self) -> None:
+        for undo in self._excluded:
+            undo()
+        self._excluded = []
 
 
 class _PlannedCall:
@@ -57,14 +90,79 @@ class _PlannedCall:
         self.module = module
         self.eager = module._call_impl
         self.owner = owner
+        self.outer = False  # one of the modules that the session was installed in
+        self.backend: Callable[..., Any] | None = None
         self.compiled: Callable[..., Any] | None = None
+        self.proven: set[Any] = set()  # kinds of calls that have worked
+
+    def use(self, partitioner: PlanPartitioner, options: Mapping[str, Any], *, compiles: bool) -> None:
+        self.compiled, self.proven = None, set()
+        self.backend = inductor_backend(partitioner, options, self._graph_failed) if compiles else None
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if not self.module.training or not torch.is_grad_enabled():
             return self.eager(*args, **kwargs)
-        self.owner._before_call(self.name, args, kwargs)
+        if self.outer:
+            self.owner._before_call(self.name, args, kwargs)
         if self.compiled is None:
-            if self.owner._backend is None:
+            if self.backend is None:
                 return self.eager(*args, **kwargs)
-            self.compiled = compile_call(self.eager, self.owner._backend)
-        return self.compiled(*args, **kwargs)
+            self.compiled = compile_call(self.eager, self.backend)
+        kind = _kind_of(args, kwargs)
+        if kind not in self.proven:
+            return self._first(kind, args, kwargs)
+        try:
+            return self.compiled(*args, **kwargs)
+        except Exception as error:
+            if is_compile_error(error):
+                self._give_up(error, "the next step runs it eagerly; this one is lost")
+            raise
+
+    def _first(self, kind: Any, args: Any, kwargs: Any) -> Any:
+        """A call that may compile. If that fails the module runs eagerly, from the same state."""
+        assert self.compiled is not None
+        before = _Before(self.module)
+        try:
+            out = self.compiled(*args, **kwargs)
+        except Exception as error:
+            before.restore()
+            out = self.eager(*args, **kwargs)  # if this raises too, the error is the model's own
+            try:
+                self._give_up(error, "it runs eagerly from now on")
+            except Exception:
+                before.restore()
+                raise
+            return out
+        self.proven.add(kind)
+        return out
+
+    def _give_up(self, error: Exception, instead: str) -> None:
+        self.backend = self.compiled = None
+        self.owner._failed(self.name, error, instead, gives_up=True)
+
+    def _graph_failed(self, error: Exception, is_backward: bool) -> bool:
+        part = "its backward" if is_backward else "a graph of it"
+        self.owner._failed(self.name, error, f"{part} runs op by op, as planned but unfused", gives_up=False)
+        return True
+
+
+class _Before:
+    """What a call of a module may change, as it is now."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self._random = random_state()
+        self._buffers = [(buffer, buffer.detach().clone()) for buffer in module.buffers()]
+
+    def restore(self) -> None:
+        set_random_state(self._random)
+        with torch.no_grad():
+            for buffer, value in self._buffers:
+                if not torch.equal(buffer, value):
+                    buffer.copy_(value)
+
+
+def _kind_of(args: Any, kwargs: Any) -> Any:
+    return tuple(
+        (tuple(leaf.shape), leaf.dtype) if isinstance(leaf, torch.Tensor) else type(leaf)
+        for leaf in pytree.tree_leaves((args, kwargs))
+    )

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 
-from .fake import FakeWorld
+from .fake import FakeWorld, wind_to_medians
 from .source import StepSource
 
 _UNKNOWN = "?"  # a module that is not in the model, or that is to be left alone
@@ -41,7 +41,7 @@ def called_modules(
     world = FakeWorld()
     try:
         step = source.build(world)
-        calls = _Calls(step.model, leave_alone)
+        calls = _Calls(step.model, leave_alone, with_parameters=True)
         if not may_be_whole:
             calls.transparent.add("")
         for name in outside_only:
@@ -53,15 +53,41 @@ def called_modules(
     return calls.outermost()
 
 
+def calls_inside(source: StepSource) -> dict[str, tuple[str, ...]]:
+    """For each module that the step calls with gradients on, the modules that it calls itself, in order.
+
+    Raises what the step raises when it cannot be run on tensors without data.
+    """
+    world = FakeWorld()
+    step = source.build(world)
+    calls = _Calls(step.model)
+    with world.active(), calls.watched():
+        wind_to_medians()  # as in the dry run
+        step.run()
+    inside: dict[str, dict[str, None]] = {}
+    for name, around in calls.seen:
+        inside.setdefault(name, {})
+        if around and around[-1] != _UNKNOWN:
+            inside.setdefault(around[-1], {})[name] = None
+    return {name: tuple(inner) for name, inner in inside.items()}
+
+
 class _Calls:
     """Every module call of one step, with the calls around it."""
 
-    def __init__(self, model: nn.Module, leave_alone: Callable[[nn.Module], bool]) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        leave_alone: Callable[[nn.Module], bool] = lambda module: False,
+        *,
+        with_parameters: bool = False,
+    ) -> None:
         self.model = model
         self.names = {
             module: name
             for name, module in model.named_modules()
-            if not leave_alone(module) and next(module.parameters(), None) is not None
+            if not leave_alone(module)
+            and (not with_parameters or next(module.parameters(), None) is not None)
         }
         self.around: list[str] = []
         self.seen: list[tuple[str, tuple[str, ...]]] = []

@@ -30,6 +30,7 @@ from .._compat import (
     FakeTensor,
     FakeTensorMode,
 )
+from .._randomness import preserved_randomness
 from ..core.ledger import Ledger
 from .scratch import Scratch
 from .stand_ins import StandIns
@@ -73,16 +74,33 @@ class StorageCounter:
             if func.namespace != "aten":
                 raise
             out = self._data_dependent(func, args, kwargs)
+        except RuntimeError:
+            # Nobody wrote a fake implementation for a custom op.
+            if self._depth > 1 or getattr(func, "namespace", "aten") in ("aten", "prim", "prims"):
+                raise
+            out = self._data_dependent(func, args, kwargs)
         finally:
             self._depth -= 1
         if not self._depth:
             self.stand_ins.follow(func, args, kwargs, out)
         if self.counting and not self._depth:
-            for leaf in pytree.tree_leaves(out):
-                if isinstance(leaf, FakeTensor):
-                    self.watch(leaf)
-            self.flash(self.scratch.bytes_of(func.overloadpacket.__name__, func, args, kwargs))
+            out = self._count(func, args, kwargs, out)
         return out
+
+    def _count(self, func: Any, args: Any, kwargs: Any, out: Any) -> Any:
+        """Write down what an op holds. Returns its result, in which a tensor whose length only the real
+        kernel knows has that length."""
+        tried = self.scratch.tried(func.overloadpacket.__name__, func, args, kwargs)
+        leaves, spec = pytree.tree_flatten(out)
+        for i, leaf in enumerate(leaves):
+            if isinstance(leaf, FakeTensor):
+                shape, size_bytes = (tried.results[i] if i < len(tried.results) else None) or (leaf.shape, 0)
+                if not leaf.numel() and size_bytes:
+                    with self.mode:
+                        leaves[i] = leaf = leaf.new_empty(shape)
+                self.watch(leaf, least_bytes=size_bytes)
+        self.flash(tried.scratch_bytes)
+        return pytree.tree_unflatten(leaves, spec) if tried.results else out
 
     def _data_dependent(self, func: Any, args: Any, kwargs: Any) -> Any:
         real, known = self.stand_ins.result(func, args, kwargs)
@@ -112,8 +130,8 @@ class StorageCounter:
             self.ledger.birth(_SCRATCH_KEY, size_bytes)
             self.ledger.death(_SCRATCH_KEY)
 
-    def watch(self, tensor: torch.Tensor, kind: str = "transient") -> None:
-        """Count the tensor's storage from now until it dies."""
+    def watch(self, tensor: torch.Tensor, kind: str = "transient", *, least_bytes: int = 0) -> None:
+        """Count the tensor's storage from now until it dies, as `least_bytes` if it seems smaller."""
         if tensor.layout is torch.sparse_coo:
             self.watch(tensor._indices(), kind)
             self.watch(tensor._values(), kind)
@@ -129,7 +147,7 @@ class StorageCounter:
             ledger.death(key)
 
         watched[key] = weakref.ref(storage, died)
-        ledger.birth(key, storage.nbytes(), kind)
+        ledger.birth(key, max(storage.nbytes(), least_bytes), kind)
 
     def label(self, tensor: torch.Tensor, kind: str) -> None:
         """Say what a tensor's storage is for; start counting it if it was not."""
@@ -224,28 +242,3 @@ def _untempered(output: int) -> int:
         shifted = word ^ shifted << 7 & 0x9D2C5680
     word = shifted & 0xFFFFFFFF
     return word ^ word >> 11 ^ word >> 22
-
-
-@contextlib.contextmanager
-def preserved_randomness() -> Iterator[None]:
-    """Python's, numpy's and torch's (CPU and accelerators') random state is the same after the block as
-    before it."""
-    python_state = random.getstate()
-    torch_state = torch.random.get_rng_state()
-    cuda_states = (
-        torch.cuda.get_rng_state_all() if torch.cuda.is_available() and torch.cuda.is_initialized() else None
-    )
-    try:
-        import numpy
-    except ImportError:  # torch works without numpy
-        numpy = None  # type: ignore[assignment]
-    numpy_state = numpy.random.get_state() if numpy is not None else None
-    try:
-        yield
-    finally:
-        random.setstate(python_state)
-        torch.random.set_rng_state(torch_state)
-        if cuda_states is not None:
-            torch.cuda.set_rng_state_all(cuda_states)
-        if numpy is not None and numpy_state is not None:
-            numpy.random.set_state(numpy_state)

@@ -2,19 +2,40 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 
-from .._compat import GraphLowering
+from .._compat import GraphLowering, keeps_graph
 from ..core.profile import RegionProfile
 from .dryrun import Call, buffer_names
 from .fake import FakeWorld
 from .joint import Draft
 
 _STATIC_KINDS = ("parameters", "buffers", "optimizer", "batch")
+
+
+@dataclass(kw_only=True)
+class _Open:
+    """A call whose last backward has not run yet, and what it holds until then."""
+
+    number: int
+    saved_bytes: int
+    storages: list[weakref.ref[Any]]  # those saved for the backward
+    retained: bool = False  # a backward has run and will run again (`retain_graph`)
+
+    def holds_any(self, args: Sequence[Any]) -> bool:
+        """Whether one of the tensors lies in a storage that this call saved."""
+        given = {arg.untyped_storage()._cdata for arg in args if isinstance(arg, torch.Tensor)}
+        held = (storage() for storage in self.storages)
+        return any(storage._cdata in given for storage in held if storage is not None)
+
+    def is_over(self) -> bool:
+        """Whether the program has dropped what it had retained."""
+        return self.retained and all(storage() is None for storage in self.storages)
 
 
 @dataclass(kw_only=True)
@@ -26,7 +47,7 @@ class _Compiled:
     num_forward_outputs: int
     draft: Draft | None
     calls: int = 0
-    open: list[tuple[int, int]] = field(default_factory=list)  # (call, saved bytes)
+    open: list[_Open] = field(default_factory=list)
 
 
 class RegionWatcher:
@@ -128,10 +149,17 @@ class RegionWatcher:
         """The step is over.
 
         A forward whose backward never ran (its output was detached) is not half of a pair. It counts as a
-        part of the eager program, with the default's bytes.
+        part of the eager program, with the default's bytes. Of several backwards of one call (`retain_graph`)
+        the last one closes it.
         """
         self.end()
-        widowed = self._open_calls().keys()
+        widowed = {
+            (graph.index, call.number) for graph in self.graphs for call in graph.open if not call.retained
+        }
+        last = {(r.graph, r.call): i for i, r in enumerate(self.regions) if r.kind == "backward"}
+        for number, region in enumerate(self.regions):
+            if region.kind == "backward" and last[region.graph, region.call] != number:
+                self.regions[number] = replace(region, closes=False)
         if not widowed:
             return
         for number, (region, held) in enumerate(zip(self.regions, self._held, strict=True)):
@@ -142,7 +170,9 @@ class RegionWatcher:
             self.regions[number] = region
 
     def _open_calls(self) -> dict[tuple[int, int], int]:
-        return {(graph.index, call): saved for graph in self.graphs for call, saved in graph.open}
+        for graph in self.graphs:
+            graph.open = [call for call in graph.open if not call.is_over()]
+        return {(graph.index, call.number): call.saved_bytes for graph in self.graphs for call in graph.open}
 
     def _forward(self, graph: _Compiled, call: Call, args: list[Any]) -> Any:
         number = graph.calls
@@ -150,17 +180,27 @@ class RegionWatcher:
         self.begin("forward", graph.index, number)
         self._note_static(graph, args)
         out = call(args)
-        saved_bytes = self._label_saved(out, graph.num_forward_outputs)
+        saved = self._label_saved(out, graph.num_forward_outputs)
         self.end()
-        graph.open.append((number, saved_bytes))
+        graph.open.append(
+            _Open(
+                number=number,
+                saved_bytes=sum(storage.nbytes() for storage in saved),
+                storages=[weakref.ref(storage) for storage in saved],
+            )
+        )
+        del saved
         self.begin("eager", -1, -1)
         return out
 
     def _backward(self, graph: _Compiled, call: Call, args: list[Any]) -> Any:
-        number = graph.open[-1][0] if graph.open else graph.calls - 1
-        self.begin("backward", graph.index, number)
-        if graph.open:
-            graph.open.pop()
+        opened = next((c for c in reversed(graph.open) if c.holds_any(args)), None)
+        opened = opened or (graph.open[-1] if graph.open else None)
+        self.begin("backward", graph.index, opened.number if opened is not None else graph.calls - 1)
+        if opened is not None and keeps_graph():
+            opened.retained = True
+        elif opened is not None:
+            graph.open.remove(opened)
         out = call(args)
         self.end()
         self.begin("eager", -1, -1)
@@ -178,13 +218,13 @@ class RegionWatcher:
             if storage >= 0 and isinstance(arg, torch.Tensor) and self._kind_of(arg) in _STATIC_KINDS:
                 graph.draft.static.add(storage)
 
-    def _label_saved(self, out: Sequence[Any], num_forward_outputs: int) -> int:
-        """Bytes that this call holds for its backward: each storage once, without outputs that the program
+    def _label_saved(self, out: Sequence[Any], num_forward_outputs: int) -> list[Any]:
+        """The storages that this call holds for its backward: each once, without outputs that the program
         holds too."""
         outputs = {
             t.untyped_storage()._cdata for t in out[:num_forward_outputs] if isinstance(t, torch.Tensor)
         }
-        total, seen = 0, set(outputs)
+        saved, seen = [], set(outputs)
         for tensor in out[num_forward_outputs:]:
             if not isinstance(tensor, torch.Tensor):
                 continue
@@ -193,5 +233,5 @@ class RegionWatcher:
                 continue
             seen.add(key)
             self.world.counter.label(tensor, "saved activations")
-            total += tensor.untyped_storage().nbytes()
-        return total
+            saved.append(tensor.untyped_storage())
+        return saved

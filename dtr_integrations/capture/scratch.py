@@ -1,15 +1,18 @@
-"""Memory that a CPU kernel takes while it runs and gives back before it returns: nothing fake can know it.
+"""Memory that a CPU kernel takes and that nothing fake can know: scratch, which it gives back before it
+returns, and storages of its results that are larger than their shapes say.
 
 A convolution copies its operands into oneDNN's layout, matrix products in bfloat16 take up to a few hundred
 kB, and some eager losses make full-size copies inside (the mean of a bfloat16 tensor sums a float32 copy of
-it). Each op that may do such a thing is run for real, on zeros of the same shapes and strides, and the most
-that it held is noted per signature, for the life of the process. Ops that are known to take nothing (views,
-pointwise ones, float32 reductions and matrix products) are not tried.
+it). The scalar that a loss returns may be the first element of a storage of full size, and the workspace of
+an LSTM has a length that only oneDNN knows. Each op that may do such a thing is run for real, on zeros of the
+same shapes and strides, and what it held is noted per signature, for the life of the process. Ops that are
+known to take nothing (views, pointwise ones, float32 reductions and matrix products) are not tried.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -28,61 +31,78 @@ _LOSSES = {
     "huber_loss",
     "binary_cross_entropy",
     "binary_cross_entropy_with_logits",
+    "soft_margin_loss",
 }
 _MOVES = {"cat", "copy_", "_to_copy", "clone", "constant_pad_nd", "embedding", "stack", "set_"}
+_RECURRENT = {"mkldnn_rnn_layer", "mkldnn_rnn_layer_backward"}
 _LARGEST_BYTES = 512 << 20  # what is larger is not tried: trying must not be what runs out of memory
 
 
+@dataclass(frozen=True, kw_only=True)
+class Tried:
+    """What an op held when it was run for real: `scratch_bytes` besides its results, and for each new tensor
+    among its results, by position, (shape, bytes of its storage)."""
+
+    scratch_bytes: int = 0
+    results: tuple[tuple[tuple[int, ...], int] | None, ...] = ()
+
+
+_NOTHING = Tried()
+
+
 class Scratch:
-    """Scratch bytes by op and signature. `measure=None` knows nothing and always says 0."""
+    """What CPU ops hold, by op and signature. `measure=None` knows nothing and always says 0."""
 
     def __init__(self, measure: Measure | None) -> None:
         self._measure = measure
-        self._known: dict[Any, int] = {}
+        self._known: dict[Any, Tried] = {}
 
     def bytes_of(self, name: str, run: Callable[..., Any], args: Any, kwargs: Any) -> int:
         """Scratch of `run(*args, **kwargs)`, an op called `name` (without overload); 0 for ops that take
         none."""
+        return self.tried(name, run, args, kwargs).scratch_bytes
+
+    def tried(self, name: str, run: Callable[..., Any], args: Any, kwargs: Any) -> Tried:
+        """What `run(*args, **kwargs)` holds, an op called `name`; nothing for ops that fakes know whole."""
         if self._measure is None:
-            return 0
-        tensors = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
+            return _NOTHING
+        tensors = _tensors((args, kwargs))
         if not _takes_scratch(name, run, tensors):
-            return 0
+            return _NOTHING
         leaves, spec = pytree.tree_flatten((args, kwargs))
-        key = (name, str(spec), *(_signature(leaf) for leaf in leaves))
+        # an LSTM has no workspace without gradients
+        key = (name, str(spec), torch.is_grad_enabled(), *(_signature(leaf) for leaf in leaves))
         if key not in self._known:
             self._known[key] = self._try(run, args, kwargs)
         return self._known[key]
 
-    def _try(self, run: Callable[..., Any], args: Any, kwargs: Any) -> int:
+    def _try(self, run: Callable[..., Any], args: Any, kwargs: Any) -> Tried:
         assert self._measure is not None
-        sizes: list[int] = []
+        seen: list[tuple[Any, ...]] = []
 
         def once() -> Any:
-            out = run(*real_args, **real_kwargs)
-            given = {
-                t.untyped_storage()._cdata for t in pytree.tree_leaves((real_args, real_kwargs)) if _is(t)
-            }
-            made = {
-                t.untyped_storage()._cdata: t.untyped_storage().nbytes()
-                for t in pytree.tree_leaves(out)
-                if _is(t)
-            }
-            sizes.append(sum(size for key, size in made.items() if key not in given))
+            given = {t.untyped_storage()._cdata for t in _tensors((real_args, real_kwargs))}
+            out = pytree.tree_leaves(run(*real_args, **real_kwargs))
+            seen.append(tuple(_described(leaf, given) for leaf in out))
+            return out
 
         try:
-            with _disable_current_modes(), torch.no_grad():
+            with _disable_current_modes():  # no input asks for a gradient
                 real_args, real_kwargs = pytree.tree_map_only(torch.Tensor, _zeros, (args, kwargs))
                 peak_bytes = self._measure(once)
         except (
             Exception
         ):  # a kernel that does not run on zeros, a profiler of the user's: then it is not known
-            return 0
-        return max(0, peak_bytes - sizes[-1])
+            return _NOTHING
+        made = {key: size for key, _, size in filter(None, seen[-1])}
+        return Tried(
+            scratch_bytes=max(0, peak_bytes - sum(made.values())),
+            results=tuple(None if one is None else (one[1], one[2]) for one in seen[-1]),
+        )
 
 
 def _takes_scratch(name: str, run: Any, tensors: list[torch.Tensor]) -> bool:
-    if not tensors or any(t.device.type != "cpu" for t in tensors):
+    if not tensors or any(t.device.type != "cpu" or t.layout is not torch.strided for t in tensors):
         return False
     if sum(t.untyped_storage().nbytes() for t in tensors) > _LARGEST_BYTES:
         return False
@@ -93,6 +113,8 @@ def _takes_scratch(name: str, run: Any, tensors: list[torch.Tensor]) -> bool:
         return low or any(t.ndim >= 2 and 1 not in t.stride()[-2:] and 1 not in t.shape[-2:] for t in tensors)
     if name.removesuffix("_backward") in _LOSSES:
         return True
+    if name in _RECURRENT:  # without its workspace the kernel would read where nothing is
+        return all(t.numel() for t in tensors)
     if not isinstance(run, torch._ops.OpOverload) or run.namespace != "aten" or name in _MOVES:
         return False
     tags = run.tags
@@ -107,8 +129,15 @@ def _zeros(tensor: torch.Tensor) -> torch.Tensor:
     return torch.empty_strided(tensor.size(), tensor.stride(), dtype=tensor.dtype).zero_()
 
 
-def _is(leaf: Any) -> bool:
-    return isinstance(leaf, torch.Tensor)
+def _tensors(tree: Any) -> list[torch.Tensor]:
+    return [leaf for leaf in pytree.tree_leaves(tree) if isinstance(leaf, torch.Tensor)]
+
+
+def _described(leaf: Any, given: set[int]) -> tuple[int, tuple[int, ...], int] | None:
+    """(storage, shape, bytes of the storage) of a result in a storage of its own."""
+    if not isinstance(leaf, torch.Tensor) or leaf.untyped_storage()._cdata in given:
+        return None
+    return leaf.untyped_storage()._cdata, tuple(leaf.shape), leaf.untyped_storage().nbytes()
 
 
 def _signature(leaf: Any) -> Any:

@@ -11,22 +11,23 @@ from __future__ import annotations
 import contextlib
 import gc
 import warnings
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import nn
 from torch.utils import _pytree as pytree
 
+from .._backend import inductor_backend
 from .._compat import (
     ISOLATES_RECOMPILES,
     CustomPartitionerFn,
     canonical,
     compile_call,
-    compile_fx,
     copied_graph,
     inductor_config,
+    leave_out,
     partitioners,
 )
 from ..core.graph import Region, RegionKind, StaticMemory, StepGraph
@@ -109,12 +110,32 @@ class _Observed(CustomPartitionerFn):  # type: ignore[misc, unused-ignore]
 
 
 @dataclass(frozen=True, kw_only=True)
+class Parts:
+    """What of a step is compiled. `targets`: each in place; `excluded` (module, and why): run eagerly, also
+    where a target calls them."""
+
+    targets: tuple[str, ...]
+    excluded: Mapping[str, str] = field(default_factory=dict)
+
+
+class TargetsFailed(CaptureError):
+    """Targets that torch.compile could not take in a dry run; `reasons` by name. The step itself can be run.
+    `whole`: those of which no part could be compiled either."""
+
+    def __init__(self, reasons: Mapping[str, str], *, whole: Iterable[str] = ()) -> None:
+        self.reasons = dict(reasons)
+        self.whole = frozenset(whole)
+        super().__init__("; ".join(f"{name or 'the model'}: {why}" for name, why in reasons.items()))
+
+
+@dataclass(frozen=True, kw_only=True)
 class DryRun:
     """What `dry_step` saw: the profile of the steady step and how often each graph ran."""
 
     profile: StepProfile
     static: StaticMemory
     called: tuple[str, ...]  # target modules that the step really called
+    without_graph: tuple[str, ...]  # those of them of which torch.compile made no graph
     fingerprints: tuple[str, ...]  # of the graphs, by the index that regions use
 
 
@@ -125,35 +146,37 @@ def dry_step(
     options: dict[str, Any] | None = None,
     warm_up_steps: int = 1,
     scratch: Scratch | None = None,
+    parts: Parts | None = None,
 ) -> DryRun:
     """Run the step `warm_up_steps` + 1 times on fake tensors, with Inductor's generated code, and profile the
     last.
 
-    Nothing real is touched: parameters, buffers, gradients, random state and caches are as before. Raises
+    `parts` says what is compiled; None: the source's targets. Nothing real is touched: parameters, buffers,
+    gradients, random state and caches are as before. Raises `TargetsFailed` when torch.compile fails,
     `CaptureError` when the step cannot be run without data.
     """
     world = FakeWorld(scratch)
     watcher = RegionWatcher(world)
     observed = _Observed(partitioner, watcher)
-    called: list[str] = []
+    targets = _Targets()
     with contextlib.ExitStack() as stack:
         stack.callback(observed.release)
         stack.callback(world.release)
         step = _built(source, world)
         _label_static(world.counter, step)
-        stack.enter_context(_compiled(step, observed, options or {}, called))
+        targets.install(step, parts or Parts(targets=tuple(step.targets)), observed, options or {})
         stack.enter_context(dry_codegen(world.counter, watcher.generated))
         stack.enter_context(_no_caches())
         stack.enter_context(_quiet())
         stack.enter_context(world.active())
         for _ in range(warm_up_steps):
-            _run(step)
+            _run(step, targets)
         _label_static(world.counter, step)
         gc.collect()  # cycles that the warm-up left (autograd graphs in frames) would count as live
         world.ledger.restart()
         watcher.reset()
         before = dict(world.ledger.live_by_kind())
-        _run(step)
+        _run(step, targets)
         _label_gradients(world.counter, step)
         watcher.finish()
         static = StaticMemory(
@@ -174,7 +197,8 @@ def dry_step(
     return DryRun(
         profile=profile,
         static=static,
-        called=tuple(dict.fromkeys(called)),
+        called=tuple(targets.called),
+        without_graph=tuple(name for name in targets.called if name not in targets.with_graph),
         fingerprints=tuple(graph.fingerprint for graph in watcher.graphs),
     )
 
@@ -190,43 +214,86 @@ def _built(source: StepSource, world: FakeWorld) -> FakeStep:
         ) from error
 
 
-def _run(step: FakeStep) -> None:
+def _run(step: FakeStep, targets: _Targets) -> None:
     wind_to_medians()  # every run of the step takes the same branches, and those that most steps take
     try:
         step.run()
     except CaptureError:
         raise
     except Exception as error:
+        if targets.failed or targets.differentiated:
+            raise TargetsFailed(
+                targets.failed | targets.differentiated, whole=targets.differentiated
+            ) from error
         raise CaptureError(
             f"the training step of {type(step.model).__name__} cannot be run on tensors without data: "
             f"{type(error).__name__}: {error}"
         ) from error
+    if targets.failed:
+        raise TargetsFailed(targets.failed)
 
 
-@contextlib.contextmanager
-def _compiled(step: FakeStep, partitioner: Any, options: dict[str, Any], called: list[str]) -> Iterator[None]:
-    """Compile the twin's targets in place, as `apply.dispatch` does with the real ones."""
+class _Targets:
+    """The twin's targets, compiled in place as `apply.dispatch` does with the real ones, and what became of
+    them."""
 
-    def backend(gm: Any, inputs: Any) -> Any:
-        return compile_fx(gm, inputs, config_patches={**options, "custom_partitioner_fn": partitioner})
+    def __init__(self) -> None:
+        self.called: dict[str, None] = {}
+        self.with_graph: set[str] = set()
+        self.failed: dict[str, str] = {}
+        self.differentiated: dict[str, str] = {}  # their gradient is computed with create_graph=True
 
-    for name in step.targets:
-        module = step.model.get_submodule(name)
-        _compile_in_place(module, name, backend, called)
-    yield
+    def install(self, step: FakeStep, parts: Parts, partitioner: Any, options: Mapping[str, Any]) -> None:
+        for name in parts.excluded:
+            leave_out(step.model.get_submodule(name))
+        for name in parts.targets:
+            self._compile(step.model.get_submodule(name), name, partitioner, options)
+
+    def _compile(self, module: nn.Module, name: str, partitioner: Any, options: Mapping[str, Any]) -> None:
+        def graph_failed(error: Exception, is_backward: bool) -> bool:
+            if is_backward:  # nobody could catch it in the backward; the step goes on, to see the rest
+                self.failed[name] = reason(error)
+            return is_backward
+
+        inner = inductor_backend(partitioner, options, graph_failed)
+
+        def backend(gm: Any, inputs: Any) -> Any:
+            self.with_graph.add(name)
+            return inner(gm, inputs)
+
+        eager = module._call_impl
+        compiled = compile_call(eager, backend)
+
+        def call(*args: Any, **kwargs: Any) -> Any:
+            if not module.training or not torch.is_grad_enabled() or name in self.failed:
+                return eager(*args, **kwargs)
+            self.called[name] = None
+            try:
+                out = compiled(*args, **kwargs)
+            except Exception as error:
+                self.failed[name] = reason(error)
+                return eager(*args, **kwargs)
+            for leaf in pytree.tree_leaves(out):
+                if isinstance(leaf, torch.Tensor) and leaf.grad_fn is not None:
+                    leaf.register_hook(self._differentiates(name))
+            return out
+
+        module._compiled_call_impl = call
+
+    def _differentiates(self, name: str) -> Callable[[torch.Tensor], None]:
+        def hook(gradient: torch.Tensor) -> None:
+            if torch.is_grad_enabled():
+                self.differentiated[name] = (
+                    "its gradient is differentiated again (create_graph=True), which torch.compile cannot do"
+                )
+
+        return hook
 
 
-def _compile_in_place(module: nn.Module, name: str, backend: Any, called: list[str]) -> None:
-    eager = module._call_impl
-    compiled = compile_call(eager, backend)
-
-    def call(*args: Any, **kwargs: Any) -> Any:
-        if not module.training or not torch.is_grad_enabled():
-            return eager(*args, **kwargs)
-        called.append(name)
-        return compiled(*args, **kwargs)
-
-    module._compiled_call_impl = call
+def reason(error: BaseException) -> str:
+    """An exception of torch's compiler in one line."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return f"{type(error).__name__}: {' '.join(lines[:3])[:300]}"
 
 
 @contextlib.contextmanager
@@ -287,7 +354,14 @@ class Captured:
     step: StepGraph
     default: StepProfile
     called: tuple[str, ...]
+    without_graph: tuple[str, ...] = ()  # called targets of which torch.compile made no graph
     checkpointed: tuple[str, ...] = ()  # module paths inside the user's own activation checkpointing
+    parts: Parts | None = None  # None: the source's targets
+
+    @property
+    def left_out(self) -> Mapping[str, str]:
+        """Modules that torch.compile cannot take, and why."""
+        return {} if self.parts is None else self.parts.excluded
 
 
 def capture(
@@ -296,10 +370,11 @@ def capture(
     options: dict[str, Any] | None = None,
     device: str = "cpu",
     scratch: Scratch | None = None,
+    parts: Parts | None = None,
 ) -> Captured:
-    """One fake run of the whole step with torch's own partition (design §3). Raises `CaptureError`."""
+    """One fake run of the whole step with torch's own partition (design §3). Raises as `dry_step`."""
     recorder = Recorder(measured_rates(device))
-    run = dry_step(source, recorder, options=options, scratch=scratch)
+    run = dry_step(source, recorder, options=options, scratch=scratch, parts=parts)
     regions = tuple(
         Region(
             kind=RegionKind(r.kind),
@@ -308,6 +383,7 @@ def capture(
             base_bytes=r.entry_bytes - r.saved_bytes,
             rise_bytes=r.rise_bytes,
             open_bytes=r.saved_bytes,
+            closes=r.closes,
         )
         for r in run.profile.regions
     )
@@ -318,7 +394,14 @@ def capture(
         default_peak_bytes=run.profile.peak_bytes,
     )
     checkpointed = dict.fromkeys(path for draft in recorder.drafts.values() for path in draft.checkpointed)
-    return Captured(step=step, default=run.profile, called=run.called, checkpointed=tuple(checkpointed))
+    return Captured(
+        step=step,
+        default=run.profile,
+        called=run.called,
+        without_graph=run.without_graph,
+        checkpointed=tuple(checkpointed),
+        parts=parts,
+    )
 
 
 def certify(
@@ -327,6 +410,7 @@ def certify(
     *,
     options: dict[str, Any] | None = None,
     scratch: Scratch | None = None,
+    parts: Parts | None = None,
 ) -> DryRun:
-    """The exact profile of the step under `partitioner` (design §4, second tier). Raises `CaptureError`."""
-    return dry_step(source, partitioner, options=options, scratch=scratch)
+    """The exact profile of the step under `partitioner` (design §4, second tier). Raises as `dry_step`."""
+    return dry_step(source, partitioner, options=options, scratch=scratch, parts=parts)

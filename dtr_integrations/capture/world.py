@@ -19,6 +19,8 @@ from torch.utils import _pytree as pytree
 
 from ..errors import CaptureError
 
+_OPS = (torch._ops.OperatorBase, torch._ops.OpOverloadPacket, torch.library.CustomOpDef)
+
 
 class World:
     """Twins of real objects, made by one deep copy in several calls; the real ones are never written to."""
@@ -34,6 +36,7 @@ class World:
         """
         for item in shared:
             self._memo[id(item)] = item
+        self._share_ops(thing)
         try:
             with self._copying():
                 return copy.deepcopy(thing, self._memo)
@@ -43,6 +46,13 @@ class World:
                 "Keep locks, open files and loaders out of the module's attributes, "
                 "or give them a __deepcopy__."
             ) from error
+
+    def _share_ops(self, thing: Any) -> None:
+        """Ops among a module's attributes are code: they cannot be copied, and need not be."""
+        modules = thing.modules() if isinstance(thing, nn.Module) else ()
+        for value in (value for module in modules for value in vars(module).values()):
+            if isinstance(value, _OPS):
+                self._memo[id(value)] = value
 
     def place(self, thing: Any) -> None:
         """Called with whatever is copied next: a world may decide here what stands for its tensors."""

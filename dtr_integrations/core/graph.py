@@ -122,7 +122,8 @@ class Region:
     does not depend on the plan. `rise_bytes` is how far the live bytes rose above those at entry, inside the
     region, in the default dry run; for a compiled region it also calibrates the simulator. `cost_ms` counts
     eager regions only. `open_bytes` is what open calls held at entry in the default dry run, where that is
-    known (−1: not).
+    known (−1: not). `closes` is False for a backward after which another one of the same call runs
+    (`retain_graph`): what is saved is held on.
     """
 
     kind: RegionKind
@@ -132,6 +133,7 @@ class Region:
     rise_bytes: int
     cost_ms: float = 0.0
     open_bytes: int = -1
+    closes: bool = True
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

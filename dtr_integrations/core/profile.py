@@ -23,6 +23,7 @@ class RegionProfile:
     saved_bytes: int
     start: int  # on the timeline
     end: int
+    closes: bool = True  # False: a backward after which another one of the same call runs
 
     @property
     def rise_bytes(self) -> int:

@@ -398,7 +398,7 @@ def simulate_step(
         levels.append(RegionLevel(entry_bytes=region.base_bytes + open_bytes + shift, rise_bytes=rise))
         if region.kind is RegionKind.FORWARD:
             open_bytes += graphs[region.graph].saved_bytes
-        elif region.kind is RegionKind.BACKWARD:
+        elif region.kind is RegionKind.BACKWARD and region.closes:
             open_bytes -= graphs[region.graph].saved_bytes
     peak_region = max(range(len(levels)), key=lambda r: levels[r].peak_bytes, default=-1)
     cost_ms = _step_cost_ms(step, graphs)
@@ -433,7 +433,7 @@ def open_shifts(step: StepGraph, *, policy: FusionPolicy = DEFAULT_POLICY) -> li
         shifts.append(region.open_bytes - simulated if region.open_bytes >= 0 else 0)
         if region.kind is RegionKind.FORWARD:
             simulated += saved[region.graph]
-        elif region.kind is RegionKind.BACKWARD:
+        elif region.kind is RegionKind.BACKWARD and region.closes:
             simulated -= saved[region.graph]
     return shifts
 

@@ -11,6 +11,7 @@ import torch
 
 from ..apply.partitioner import PlanPartitioner
 from ..capture.source import StepSource
+from ..capture.step import Parts
 from ..errors import CaptureError, DTRError
 from .compare import (
     DEFAULT,
@@ -42,6 +43,7 @@ def check(
     with_eagers_numbers: Callable[[Mapping[str, Any]], AbstractContextManager[Carrier]],
     steps: int,
     progress: Callable[[str], None],
+    parts: Parts | None = None,
 ) -> VerifyReport:
     """Train `steps` steps of `source` by the plan that `carrier` carries out, and compare what they leave
     with
@@ -62,20 +64,21 @@ def check(
         with_eagers_numbers: a carrier of a plan for the same step compiled with the given options.
         steps: optimizer steps, at least 1.
         progress: told what is being done.
+        parts: what is compiled; None: the source's targets.
 
     Raises:
         CaptureError: the step cannot be run on copies of its objects.
     """
-    lab = _Lab(source, steps, progress)
+    lab = _Lab(source, steps, progress, parts)
     eager = lab.train(eagerly, "eagerly")
     dtype = coarsest(eager.dtypes)
     tolerance = tolerance_of(dtype)
     nudged = lab.train(eagerly, "eagerly, moved by one rounding", nudge=float(torch.finfo(dtype).eps))
     noise = noise_between(nudged, eager)
     del nudged
-    default: Trained | None = lab.train(by_default(options), "by the default compile")
+    default: Trained | None = lab.train(by_default(options, lab.parts), "by the default compile")
     assert default is not None
-    planned = lab.train(by_plan(*carrier), "by the plan")
+    planned = lab.train(by_plan(*carrier, parts), "by the plan")
     rows = compare(planned, default, against=DEFAULT, tolerance=tolerance, noise=noise)
     notes = []
     draws = eager.drew and not options.get("fallback_random")
@@ -86,7 +89,7 @@ def check(
             notes.append("the step draws random numbers: rows on eager are of a plan with eager's own")
             options, default = {**options, "fallback_random": True}, None
             with with_eagers_numbers(options) as other:
-                planned = lab.train(by_plan(*other), "by a plan with eager's random numbers")
+                planned = lab.train(by_plan(*other, parts), "by a plan with eager's random numbers")
         rows += _against_eager(lab, planned, default, eager, options, tolerance, noise)
     rows += _against_itself(lab, eager, tolerance, noise)
     return VerifyReport(
@@ -101,8 +104,10 @@ def check(
 class _Lab:
     """Trains one source in several ways."""
 
-    def __init__(self, source: StepSource, steps: int, progress: Callable[[str], None]) -> None:
-        self.source, self.steps, self.progress = source, steps, progress
+    def __init__(
+        self, source: StepSource, steps: int, progress: Callable[[str], None], parts: Parts | None
+    ) -> None:
+        self.source, self.steps, self.progress, self.parts = source, steps, progress, parts
 
     def train(self, way: Way, words: str, *, steps: int | None = None, **changes: Any) -> Trained:
         self.progress(f"verifying: training {words}")
@@ -133,7 +138,9 @@ def _against_eager(
     if all(row.ok for row in rows):
         return rows
     if default is None:
-        default = lab.train(by_default(options), "by the default compile with eager's random numbers")
+        default = lab.train(
+            by_default(options, lab.parts), "by the default compile with eager's random numbers"
+        )
     own = {
         (row.kind, row.name): row
         for row in compare(planned, default, against=DEFAULT, tolerance=tolerance, noise=noise)

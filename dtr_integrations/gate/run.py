@@ -17,11 +17,12 @@ from torch import nn
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from .._compat import compile_call, compile_fx
+from .._compat import compile_call, compile_fx, leave_out
+from .._randomness import preserved_randomness
 from ..apply.dispatch import InPlace
 from ..apply.partitioner import PlanPartitioner
-from ..capture.fake import preserved_randomness
 from ..capture.source import FakeStep, StepSource
+from ..capture.step import Parts
 from ..capture.world import RealWorld
 
 # How a step's modules are run: compiled inside of the block, as they were after it.
@@ -113,40 +114,55 @@ def eagerly(step: FakeStep) -> Iterator[None]:
         yield
 
 
-def by_default(options: Mapping[str, Any]) -> Way:
-    """Torch's default compile with these options. Shares no code with what carries out plans."""
+def by_default(options: Mapping[str, Any], parts: Parts | None = None) -> Way:
+    """Torch's default compile with these options, of `parts` (None: the step's targets). Shares no code with
+    what carries out plans."""
 
     def backend(gm: Any, inputs: Any) -> Any:
         return compile_fx(gm, inputs, config_patches=dict(options))
 
     @contextlib.contextmanager
     def way(step: FakeStep) -> Iterator[None]:
-        modules = [step.model.get_submodule(name) for name in step.targets]
+        targets, excluded = _modules(step, parts)
+        modules = list(targets.values())
         for module in modules:
             module._compiled_call_impl = _while_training(module, compile_call(module._call_impl, backend))
+        left_out = [leave_out(module) for module in excluded.values()]
         try:
             yield
         finally:
+            for undo in left_out:
+                undo()
             for module in modules:
                 module._compiled_call_impl = None
 
     return way
 
 
-def by_plan(partitioner: PlanPartitioner, options: Mapping[str, Any]) -> Way:
-    """As a session runs it."""
+def by_plan(partitioner: PlanPartitioner, options: Mapping[str, Any], parts: Parts | None = None) -> Way:
+    """As a session runs it; what does not compile is an error."""
+
+    def failed(name: str, error: Exception, instead: str, *, gives_up: bool) -> None:
+        raise error
 
     @contextlib.contextmanager
     def way(step: FakeStep) -> Iterator[None]:
-        targets = {name: step.model.get_submodule(name) for name in step.targets}
-        in_place = InPlace(targets, lambda name, args, kwargs: None)
-        in_place.use(partitioner, options)
+        targets, excluded = _modules(step, parts)
+        in_place = InPlace(targets, lambda name, args, kwargs: None, failed)
+        in_place.use(partitioner, options, targets=targets, excluded=excluded)
         try:
             yield
         finally:
             in_place.remove()
 
     return way
+
+
+def _modules(step: FakeStep, parts: Parts | None) -> tuple[dict[str, nn.Module], dict[str, nn.Module]]:
+    """What is compiled, and what is left out of every graph."""
+    parts = parts or Parts(targets=tuple(step.targets))
+    found = step.model.get_submodule
+    return {n: found(n) for n in parts.targets}, {n: found(n) for n in parts.excluded}
 
 
 def _while_training(module: nn.Module, compiled: Callable[..., Any]) -> Callable[..., Any]:

@@ -465,7 +465,7 @@ class StepState:
             out.append(tuple(count))
             if region.kind is RegionKind.FORWARD:
                 count[region.graph] += 1
-            elif region.kind is RegionKind.BACKWARD:
+            elif region.kind is RegionKind.BACKWARD and region.closes:
                 count[region.graph] -= 1
         return out
 

@@ -1,0 +1,53 @@
+"""Inductor as a Dynamo backend in which one graph that fails to compile does not bring down the rest.
+
+A graph is handed to Inductor after the partition: whatever it saves and recomputes, the plan has decided. If
+Inductor cannot lower it, generate code or compile that, the graph can still be run op by op, with the same
+values.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from torch import fx
+
+from ._compat import compile_fx, compile_fx_inner, copied_graph
+
+# (what Inductor raised, whether the graph is a backward) -> whether to run the graph op by op; False: raise
+GraphFailed = Callable[[Exception, bool], bool]
+
+
+def inductor_backend(
+    partitioner: Any, options: Mapping[str, Any], failed: GraphFailed
+) -> Callable[[fx.GraphModule, Any], Any]:
+    """A Dynamo backend: `compile_fx` with `partitioner` and Inductor's `options`."""
+    patches = {**options, "custom_partitioner_fn": partitioner}
+
+    def compile_graph(gm: fx.GraphModule, inputs: Any, **kwargs: Any) -> Any:
+        spare = fx.GraphModule(gm, copied_graph(gm.graph))  # Inductor's passes change what they are given
+        try:
+            return compile_fx_inner(gm, inputs, **kwargs)
+        except Exception as error:
+            if _draws_from_seeds(spare) or not failed(error, bool(kwargs.get("is_backward"))):
+                raise
+            return _op_by_op(spare)
+
+    def backend(gm: fx.GraphModule, inputs: Any) -> Any:
+        return compile_fx(gm, inputs, inner_compile=compile_graph, config_patches=patches)
+
+    return backend
+
+
+def _draws_from_seeds(gm: fx.GraphModule) -> bool:
+    """Whether the graph has random ops that only Inductor's code draws from their seeds: run op by op, a
+    value that is computed again would not be the same."""
+    return any("inductor_rand" in str(node.target) for node in gm.graph.nodes)
+
+
+def _op_by_op(gm: fx.GraphModule) -> Callable[[list[Any]], Any]:
+    def call(args: list[Any]) -> Any:
+        return fx.Interpreter(gm).boxed_run(args)  # frees each value after its last use
+
+    call._boxed_call = True  # type: ignore[attr-defined]
+    return call
