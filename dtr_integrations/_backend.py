@@ -14,8 +14,9 @@ from torch import fx
 
 from ._compat import compile_fx, compile_fx_inner, copied_graph
 
-# (what Inductor raised, whether the graph is a backward) -> whether to run the graph op by op; False: raise
-GraphFailed = Callable[[Exception, bool], bool]
+# (what Inductor raised, is the graph a backward, does it draw from seeds) -> run it op by op? False: raise.
+# Only Inductor's code draws from seeds: op by op, a mask that is computed again would not be the same.
+GraphFailed = Callable[[Exception, bool, bool], bool]
 
 
 def inductor_backend(
@@ -29,7 +30,7 @@ def inductor_backend(
         try:
             return compile_fx_inner(gm, inputs, **kwargs)
         except Exception as error:
-            if _draws_from_seeds(spare) or not failed(error, bool(kwargs.get("is_backward"))):
+            if not failed(error, bool(kwargs.get("is_backward")), _draws_from_seeds(spare)):
                 raise
             return _op_by_op(spare)
 
@@ -40,8 +41,6 @@ def inductor_backend(
 
 
 def _draws_from_seeds(gm: fx.GraphModule) -> bool:
-    """Whether the graph has random ops that only Inductor's code draws from their seeds: run op by op, a
-    value that is computed again would not be the same."""
     return any("inductor_rand" in str(node.target) for node in gm.graph.nodes)
 
 

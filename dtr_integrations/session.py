@@ -346,7 +346,8 @@ class BudgetSession:
         self.reports.append(report)
         if self._log is not None:
             self._log.append(report)
-        self._reconcile(report)
+        if self._settled:  # else a module fell back in this step, and the next one is planned without it
+            self._reconcile(report)
         return report
 
     def step(self, fn: Callable[[], Any]) -> Any:

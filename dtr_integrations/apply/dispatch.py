@@ -140,7 +140,11 @@ class _PlannedCall:
         self.backend = self.compiled = None
         self.owner._failed(self.name, error, instead, gives_up=True)
 
-    def _graph_failed(self, error: Exception, is_backward: bool) -> bool:
+    def _graph_failed(self, error: Exception, is_backward: bool, draws_from_seeds: bool) -> bool:
+        if draws_from_seeds:
+            if is_backward:  # nothing can be made up for in the middle of a backward
+                self._give_up(error, "the next step runs it eagerly; this one is lost")
+            return False
         part = "its backward" if is_backward else "a graph of it"
         self.owner._failed(self.name, error, f"{part} runs op by op, as planned but unfused", gives_up=False)
         return True

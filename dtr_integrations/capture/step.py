@@ -250,7 +250,7 @@ class _Targets:
             self._compile(step.model.get_submodule(name), name, partitioner, options)
 
     def _compile(self, module: nn.Module, name: str, partitioner: Any, options: Mapping[str, Any]) -> None:
-        def graph_failed(error: Exception, is_backward: bool) -> bool:
+        def graph_failed(error: Exception, is_backward: bool, draws_from_seeds: bool) -> bool:
             if is_backward:  # nobody could catch it in the backward; the step goes on, to see the rest
                 self.failed[name] = reason(error)
             return is_backward
