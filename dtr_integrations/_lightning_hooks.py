@@ -46,7 +46,8 @@ class AutoCheckpointHooks:
             targets: names of the modules to compile, as in ``pl_module.named_modules()``. None: the outermost
                 ones that `training_step` calls. ``[""]`` is the LightningModule itself, as in ``self(x)``.
             reserve: memory for what torch does not allocate: a size, or a mapping of lines (see `DTRConfig`).
-            fallback: what to do with a step that cannot be captured: ``"dtr"``, ``"eager"`` or ``"error"``.
+            fallback: what to do with a module that torch.compile cannot take, or with a whole step:
+                ``"eager"`` and ``"dtr"`` leave it alone with a warning, ``"error"`` stops.
             on_infeasible: ``"error"`` or ``"best_effort"`` (train with the lowest plan, with a warning).
             mode: ``"schedule"`` or ``"tags"``.
             compile_options: passed to ``torch.compile(options=...)``.
