@@ -275,13 +275,13 @@ class _Targets:
                 return eager(*args, **kwargs)
             for leaf in pytree.tree_leaves(out):
                 if isinstance(leaf, torch.Tensor) and leaf.grad_fn is not None:
-                    leaf.register_hook(self._differentiates(name))
+                    leaf.grad_fn.register_prehook(self._differentiates(name))
             return out
 
         module._compiled_call_impl = call
 
-    def _differentiates(self, name: str) -> Callable[[torch.Tensor], None]:
-        def hook(gradient: torch.Tensor) -> None:
+    def _differentiates(self, name: str) -> Callable[[Any], None]:
+        def hook(gradients: Any) -> None:
             if torch.is_grad_enabled():
                 self.differentiated[name] = (
                     "its gradient is differentiated again (create_graph=True), which torch.compile cannot do"
