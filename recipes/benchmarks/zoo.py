@@ -46,12 +46,17 @@ SHARE_WITHOUT_CHECKPOINTING = 0.7
 # the bias of its keys): both runs must say so, and its digits mean nothing.
 ROUNDING = 1e-6
 
+_NO_SETTINGS = ("_name_or_path", "architectures", "dtype", "id2label", "label2id", "transformers_version")
+
 
 @dataclass(kw_only=True)
 class Row:
     """What one family did. Bytes are true peaks of one whole step, static memory and batch included."""
 
     family: str
+    model: str = ""  # its class
+    config: dict[str, Any] = field(default_factory=dict)  # what differs from the class's defaults
+    batch: dict[str, str] = field(default_factory=dict)  # shapes of the inputs
     outcome: str = "crashed"  # planned | planned in parts | eager | refused | crashed
     reason: str = ""
     parameters: int = 0
@@ -232,6 +237,9 @@ def difference(one: Trained, other: Trained) -> tuple[float, str]:
 def run_family(family: Family, *, skip: tuple[str, ...] = ()) -> Row:
     """Everything about one family. `skip`: "eager" (the comparison with eager), "torch" (its own budget)."""
     bench, row = Bench(family), Row(family=family.name)
+    model, batch, _ = bench.build()
+    row.model, row.config, row.batch = type(model).__name__, settings(model.config), shapes(batch)
+    del model, batch
     with laps(row, "default"):
         default = bench.default(row)
     with laps(row, "checkpointing"):
@@ -265,6 +273,33 @@ def run_family(family: Family, *, skip: tuple[str, ...] = ()) -> Row:
             ratio = bench.nearest_ratio(row.budget_bytes)
             row.torch_ratio, row.torch_bytes = ratio, bench.torch_bytes(ratio)
     return row
+
+
+def settings(config: Any) -> dict[str, Any]:
+    """What of a model's configuration differs from its class's defaults, nested ones as `outer.inner`."""
+    found: dict[str, Any] = {}
+
+    def walk(own: dict[str, Any], default: dict[str, Any], path: str) -> None:
+        for name, value in own.items():
+            if isinstance(value, dict) and name not in _NO_SETTINGS:
+                other = default.get(name)
+                walk(value, other if isinstance(other, dict) else {}, f"{path}{name}.")
+            elif name not in _NO_SETTINGS and default.get(name) != value:
+                found[path + name] = value
+
+    walk(config.to_dict(), type(config)().to_dict(), "")
+    return found
+
+
+def shapes(batch: Any) -> dict[str, str]:
+    """The shapes of the tensors of a batch, by their names."""
+
+    def shape(value: Any) -> str:
+        if isinstance(value, torch.Tensor):
+            return "×".join(map(str, value.shape)) or "scalar"
+        return f"{len(value)} of different sizes" if isinstance(value, list) else repr(value)
+
+    return {name: shape(value) for name, value in batch.items()}
 
 
 def budget_of(row: Row) -> tuple[int, str]:
@@ -368,6 +403,19 @@ def torchs_own(row: Row) -> str:
     return "–" if row.torch_bytes is None else f"{megabytes(row.torch_bytes)} ({row.torch_ratio:g})"
 
 
+def parameters_table(rows: list[Row]) -> str:
+    """What each family's model and batch are, in Markdown."""
+    lines = [
+        "| family | class | parameters | batch | configuration, besides its class's defaults |",
+        "|---|---|---|---|---|",
+    ]
+    for row in rows:
+        batch = ", ".join(f"{name} {shape}" for name, shape in row.batch.items())
+        config = ", ".join(f"{name}={value}" for name, value in row.config.items())
+        lines.append(f"| {row.family} | {row.model} | {row.parameters / 1e6:.2f} M | {batch} | {config} |")
+    return "\n".join(lines) + "\n"
+
+
 def table(rows: list[Row]) -> str:
     """The rows in Markdown."""
     lines = ["| " + " | ".join(COLUMNS) + " |", "|" + "---|" * len(COLUMNS)]
@@ -404,7 +452,7 @@ def main() -> int:
         if args.json:
             args.json.write_text(json.dumps([asdict(r) | {"passed": r.passed} for r in rows], indent=1))
         if args.table:
-            args.table.write_text(table(rows))
+            args.table.write_text(f"{table(rows)}\n{parameters_table(rows)}")
     return 0 if all(row.passed for row in rows) else 1
 
 

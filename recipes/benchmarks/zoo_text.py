@@ -118,7 +118,7 @@ _add(
     "mamba",
     hf.MambaForCausalLM,
     lambda: hf.MambaConfig(vocab_size=VOCABULARY, hidden_size=64, num_hidden_layers=2, state_size=8),
-    _language(4, 48),
+    _language(8, 24),
     "sequential scan",
 )
 _add(
@@ -127,7 +127,7 @@ _add(
     lambda: hf.RwkvConfig(
         vocab_size=VOCABULARY, hidden_size=128, num_hidden_layers=2, attention_hidden_size=128
     ),
-    _language(16, 48),
+    _language(32, 8),
     "recurrent",
 )
 _add("bert", hf.BertForMaskedLM, lambda: hf.BertConfig(**_ENCODER), _padded(8, 128), "tied head, dropout")
