@@ -12,6 +12,7 @@ from __future__ import annotations
 import importlib
 import inspect
 import warnings
+from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
@@ -30,6 +31,8 @@ _NEEDED = {
     # the dry run takes Inductor's wrapper source before any kernel is compiled (torch/_inductor/graph.py)
     "torch._inductor.graph": ("GraphLowering",),
     "torch._dynamo.repro.after_aot": ("save_graph_repro",),
+    # how often a frame was compiled, against the recompile limit (torch/_guards.py)
+    "torch._guards": ("CompileContext",),
     "torch._inductor.config": ("fx_graph_cache", "custom_partitioner_fn"),
     "torch._inductor.lowering": ("lowerings", "fallbacks"),
     # torch's own partition, and the last step of ours (torch/_functorch/partitioners.py)
@@ -137,13 +140,16 @@ __all__ = [
 ISOLATES_RECOMPILES = "isolate_recompiles" in inspect.signature(torch.compile).parameters
 
 
-def compile_call(call: Callable[..., Any], backend: Callable[..., Any]) -> Callable[..., Any]:
+def compile_call(
+    call: Callable[..., Any], backend: Callable[..., Any], last: Callable[[int], None] | None = None
+) -> Callable[..., Any]:
     """`torch.compile` of a module's bound `_call_impl`, behind an entry frame of its own.
 
     Dynamo skips frames of torch's own classes (`nn.Sequential` compiled in place gives no graph), so
     something has to stand in front of them. It keys its cache by code object, so the frame gets one of its
     own; `isolate_recompiles` (torch 2.12 on) keeps the recompile limit apart as well. Shapes are static: each
-    shape is a graph of its own.
+    shape is a graph of its own. At the recompile limit Dynamo runs further shapes eagerly and only logs it:
+    `last(limit)` is called once, with the last graph that it compiles.
     """
 
     def planned_module(*args: Any, **kwargs: Any) -> Any:
@@ -151,7 +157,18 @@ def compile_call(call: Callable[..., Any], backend: Callable[..., Any]) -> Calla
 
     planned_module.__code__ = planned_module.__code__.replace()
     options = {"isolate_recompiles": True} if ISOLATES_RECOMPILES else {}
-    return torch.compile(planned_module, backend=backend, dynamic=False, **options)
+    compiled: Counter[Any] = Counter()  # by frame: a call with graph breaks has several
+
+    def counted(gm: Any, inputs: Any) -> Any:
+        limit = torch._dynamo.config.recompile_limit
+        compile_id = torch._guards.CompileContext.current_compile_id()
+        if last is not None and compile_id is not None and max(compiled.values(), default=0) < limit:
+            compiled[compile_id.frame_id] += 1
+            if compiled[compile_id.frame_id] >= limit:
+                last(limit)
+        return backend(gm, inputs)
+
+    return torch.compile(planned_module, backend=counted, dynamic=False, **options)
 
 
 def leave_out(module: torch.nn.Module) -> Callable[[], None]:

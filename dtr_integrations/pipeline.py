@@ -17,6 +17,7 @@ from .capture.parts import capture_parts
 from .capture.scratch import Scratch
 from .capture.source import StepSource
 from .capture.step import Captured, DryRun, Parts, certify
+from .capture.uncompiled import uncompiled_peak_bytes
 from .core.graph import JointGraph, Phase, RegionKind, StepGraph
 from .core.plan import GraphSchedule, Plan
 from .core.profile import StepProfile
@@ -26,6 +27,7 @@ from .distributed import Reserve
 from .errors import BudgetInfeasible, CertifyError, PlanMismatch
 from .measure import call_peak_bytes
 from .planner import Frontier, FrontierPoint, Problem, search
+from .units import format_bytes
 
 # Certifying costs about a compile's front half; the simulator is mostly within 2 %, so few rounds settle it.
 _MAX_ROUNDS = 6
@@ -94,8 +96,9 @@ def make_plan(
     else:
         progress("searching")
         best, frontier, correction = _search_certified(bench, problem, target)
+    advice = _advice(source, captured, target, reserve, device)
     if best.peak_bytes > target and not best_effort:
-        raise _infeasible(captured, frontier, best, budget_bytes, reserve)
+        raise _infeasible(captured, frontier, best, budget_bytes, reserve, advice)
     clock.lap("search and certify")
     plan = Plan(
         budget_bytes=budget_bytes,
@@ -109,6 +112,7 @@ def make_plan(
         breakdown=dict(best.profile.breakdown),
         reserve=dict(reserve.lines),
         mode=mode,
+        notes=advice,
     )
     return Planned(
         plan=plan,
@@ -383,7 +387,12 @@ def _given_schedules(plan: Plan, step: StepGraph) -> tuple[GraphSchedule, ...]:
 
 
 def _infeasible(
-    captured: Captured, frontier: Frontier, best: Certified, budget_bytes: int, reserve: Reserve
+    captured: Captured,
+    frontier: Frontier,
+    best: Certified,
+    budget_bytes: int,
+    reserve: Reserve,
+    advice: tuple[str, ...],
 ) -> BudgetInfeasible:
     nothing = "nothing in this step was compiled, so there was nothing to recompute; see targets="
     return BudgetInfeasible(
@@ -391,8 +400,21 @@ def _infeasible(
         lowest_bytes=best.peak_bytes + reserve.total_bytes,
         reserve_bytes=reserve.total_bytes,
         holders=frontier.holders,
-        would_fit=() if captured.step.graphs else (nothing,),
+        would_fit=advice if captured.step.graphs else (nothing,),
     )
+
+
+def _advice(
+    source: StepSource, captured: Captured, target: int, reserve: Reserve, device: str
+) -> tuple[str, ...]:
+    """What a user should know who is told to recompute: the step may fit without torch.compile too."""
+    if captured.default.peak_bytes <= target or not captured.step.graphs:
+        return ()
+    uncompiled_bytes = uncompiled_peak_bytes(source, device=device, scratch=_SCRATCH)
+    if uncompiled_bytes > target:
+        return ()
+    required = format_bytes(uncompiled_bytes + reserve.total_bytes)
+    return (f"the same step without torch.compile (eager, nothing recomputed) requires about {required}",)
 
 
 class _Clock:

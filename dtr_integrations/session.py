@@ -175,6 +175,7 @@ class BudgetSession:
         self._in_place = InPlace(
             targets, before_call or (lambda name, args, kwargs: None), self._compile_failed
         )
+        self._in_place.last_graph = self._say_last_graph
 
     def prepare(self, source: StepSource) -> None:
         """Plan the step that `source` describes and compile by it from now on. Before any real forward.
@@ -528,13 +529,24 @@ class BudgetSession:
             self._measured_before_plan = len(self.reports)  # not certified: measure soon
             text = (
                 "a graph that the plan does not know (another input shape or branch) was planned on the "
-                f"spot: about {format_bytes(peak_bytes)}, slowdown {slowdown:.3f}, not certified"
+                f"spot (number {len(self._unknown)}): about {format_bytes(peak_bytes)}, slowdown "
+                f"{slowdown:.3f}, not certified"
             )
             if peak_bytes > self.budget_bytes - self.planned.plan.reserve_bytes:
                 warnings.warn(f"{text}; over the budget {self.config.budget}", PlanWarning, stacklevel=2)
             else:
                 log.warning("%s", text)
         return self._unknown[name]
+
+    def _say_last_graph(self, name: str, limit: int) -> None:
+        warnings.warn(
+            f"{name or type(self.model).__name__} has been compiled {limit} times for different shapes or "
+            "branches, as often as torch._dynamo.config.recompile_limit allows: whatever else comes runs "
+            "eagerly, outside of the plan. Pad to few lengths, keep Python numbers that change from step to "
+            "step out of forward, name the parts with constant shapes in targets=[...], or raise the limit.",
+            PlanWarning,
+            stacklevel=2,
+        )
 
     def _reconcile(self, report: PeakReport) -> None:
         """Compare a measured step with the budget; over it, learn the excess and ask for a new plan (bounded
@@ -578,15 +590,20 @@ def read_plan(path: str | None) -> Plan | None:
 
 
 def _warn_of_checkpointing(planned: Planned) -> None:
-    inside = ", ".join(path or "the model" for path in planned.captured.checkpointed[:4])
+    paths = planned.captured.checkpointed
+    outermost = [p for p in paths if not any(p != q and p.startswith(f"{q}.") for q in paths)]
+    shown_paths = ", ".join(path or "the model" for path in outermost[:4])
+    more = f" and {len(outermost) - 4} more" if len(outermost) > 4 else ""
     default = planned.plan.is_default
     warnings.warn(
-        f"the model checkpoints activations by itself (inside {inside}). "
+        f"the model checkpoints activations by itself (inside {shown_paths}{more}). "
         + (
-            "The budget does not bind, so that stays in force; without it the step would be faster."
+            "The budget does not bind, so that stays in force; without it the step would be faster. "
             if default
-            else "The plan decides alone what is recomputed; take that checkpointing out, it is not stacked."
-        ),
+            else "The plan decides alone what is recomputed, that checkpointing is not stacked on it. "
+        )
+        + "Take it out: no checkpoint_wrapper or checkpoint() around the modules, "
+        "gradient_checkpointing_disable() in Hugging Face models.",
         PlanWarning,
         stacklevel=4,
     )

@@ -38,6 +38,8 @@ class InPlace:
         self._before_call = before_call
         self._failed = failed
         self._backend: Callable[..., Any] | None = None
+        # (module's name, torch's recompile limit): told once that a module gets its last graph.
+        self.last_graph: Callable[[str, int], None] = lambda name, limit: None
         self._calls = {name: _PlannedCall(name, module, self) for name, module in modules.items()}
         self._excluded: list[Callable[[], None]] = []
         for call in self._calls.values():
@@ -107,7 +109,7 @@ class _PlannedCall:
         if self.compiled is None:
             if self.backend is None:
                 return self.eager(*args, **kwargs)
-            self.compiled = compile_call(self.eager, self.backend)
+            self.compiled = compile_call(self.eager, self.backend, self._last_graph)
         kind = _kind_of(args, kwargs)
         if kind not in self.proven:
             return self._first(kind, args, kwargs)
@@ -139,6 +141,9 @@ class _PlannedCall:
     def _give_up(self, error: Exception, instead: str) -> None:
         self.backend = self.compiled = None
         self.owner._failed(self.name, error, instead, gives_up=True)
+
+    def _last_graph(self, limit: int) -> None:
+        self.owner.last_graph(self.name, limit)
 
     def _graph_failed(self, error: Exception, is_backward: bool, draws_from_seeds: bool) -> bool:
         if draws_from_seeds:

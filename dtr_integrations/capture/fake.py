@@ -81,6 +81,9 @@ class StorageCounter:
             out = self._data_dependent(func, args, kwargs)
         finally:
             self._depth -= 1
+        if isinstance(func, torch._ops.HigherOrderOperator):
+            # The replay of a checkpointed attention kernel hands out the generator's real state.
+            out = pytree.tree_map_only(torch.Tensor, self._faked, out)
         if not self._depth:
             self.stand_ins.follow(func, args, kwargs, out)
         if self.counting and not self._depth:
@@ -90,7 +93,8 @@ class StorageCounter:
     def _count(self, func: Any, args: Any, kwargs: Any, out: Any) -> Any:
         """Write down what an op holds. Returns its result, in which a tensor whose length only the real
         kernel knows has that length."""
-        tried = self.scratch.tried(func.overloadpacket.__name__, func, args, kwargs)
+        packet = getattr(func, "overloadpacket", func)  # a higher-order op has no overloads
+        tried = self.scratch.tried(packet.__name__, func, args, kwargs)
         leaves, spec = pytree.tree_flatten(out)
         for i, leaf in enumerate(leaves):
             if isinstance(leaf, FakeTensor):
@@ -123,6 +127,9 @@ class StorageCounter:
             self.stand_ins.know(twin, tensor)
             self._taken_in[tensor] = twin
         return self._taken_in[tensor]
+
+    def _faked(self, tensor: torch.Tensor) -> torch.Tensor:
+        return tensor if isinstance(tensor, FakeTensor) else self.mode.from_tensor(tensor)
 
     def flash(self, size_bytes: int) -> None:
         """Bytes that come and go within one op."""

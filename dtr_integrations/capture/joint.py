@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import operator
+import re
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -55,6 +56,10 @@ _ROUTING = {
 }
 
 
+# How Dynamo writes a child that the code of a wrapper module reads past `__getattr__`.
+_THROUGH_DICT = re.compile(r"\.__dict__\['_modules'\]\['([^']*)'\]")
+
+
 def _packet(node: fx.Node) -> Any:
     return getattr(node.target, "overloadpacket", node.target)
 
@@ -88,6 +93,7 @@ def _module_path(node: fx.Node) -> str:
     path = ""
     for entry in stack.values():
         path = str(entry[0]) if isinstance(entry, (tuple, list)) else str(entry)
+    path = _THROUGH_DICT.sub(r".\1", path)
     return path.removeprefix(COMPILED_ROOT).removeprefix(".")  # the rest is a path as in `named_modules`
 
 
