@@ -36,7 +36,9 @@ from .scratch import Scratch
 from .stand_ins import StandIns
 from .world import World
 
-_SCRATCH_KEY = -1  # no storage has this address
+_aten = torch.ops.aten
+_SCRATCH_KEY = -1  # no storage has this address, nor any below it
+_NUMBER_BYTES = 8
 
 
 class StorageCounter:
@@ -52,6 +54,7 @@ class StorageCounter:
         self.scratch = scratch
         self.counting = True
         self._depth = 0
+        self._kept_numbers = 0
         self.stand_ins = StandIns()
         self._taken_in: Any = WeakIdKeyDictionary()
         self._watched: dict[int, weakref.ref[Any]] = {}
@@ -88,6 +91,7 @@ class StorageCounter:
             self.stand_ins.follow(func, args, kwargs, out)
         if self.counting and not self._depth:
             out = self._count(func, args, kwargs, out)
+            self._count_number(func, args, out)
         return out
 
     def _count(self, func: Any, args: Any, kwargs: Any, out: Any) -> Any:
@@ -105,6 +109,25 @@ class StorageCounter:
                 self.watch(leaf, least_bytes=size_bytes)
         self.flash(tried.scratch_bytes)
         return pytree.tree_unflatten(leaves, spec) if tried.results else out
+
+    def _count_number(self, func: Any, args: Any, out: Any) -> None:
+        """A number among the operands (`x * 2`; a mean's divisor) is a tensor to the kernel: a float64, and a
+        copy of it in the result's dtype. A float64 that autograd keeps counts to the end of the step."""
+        pointwise = torch.Tag.pointwise in func.tags and any(isinstance(arg, (int, float)) for arg in args)
+        if not (pointwise or func.overloadpacket is _aten.mean):
+            return
+        if isinstance(out, FakeTensor) and out.device.type == "cpu":
+            kept = func.overloadpacket in (_aten.mul, _aten.div) and torch.is_grad_enabled()
+            if kept and any(isinstance(arg, FakeTensor) and arg.requires_grad for arg in args):
+                self._kept_numbers += 1
+                self.ledger.birth(_SCRATCH_KEY - self._kept_numbers, _NUMBER_BYTES)
+            self.flash(_NUMBER_BYTES + out.element_size())
+
+    def forget_numbers(self) -> None:
+        """A step is over: no autograd graph holds its numbers any more."""
+        for number in range(1, self._kept_numbers + 1):
+            self.ledger.death(_SCRATCH_KEY - number)
+        self._kept_numbers = 0
 
     def _data_dependent(self, func: Any, args: Any, kwargs: Any) -> Any:
         real, known = self.stand_ins.result(func, args, kwargs)

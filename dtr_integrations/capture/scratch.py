@@ -33,6 +33,7 @@ _LOSSES = {
     "binary_cross_entropy_with_logits",
     "soft_margin_loss",
 }
+_COMPOSED = {"logsumexp"}  # reductions that keep what they reduce
 _MOVES = {"cat", "copy_", "_to_copy", "clone", "constant_pad_nd", "embedding", "stack", "set_"}
 _RECURRENT = {"mkldnn_rnn_layer", "mkldnn_rnn_layer_backward"}
 _LARGEST_BYTES = 512 << 20  # what is larger is not tried: trying must not be what runs out of memory
@@ -120,9 +121,7 @@ def _takes_scratch(name: str, run: Any, tensors: list[torch.Tensor]) -> bool:
     tags = run.tags
     if run.is_view or torch.Tag.pointwise in tags or name.startswith(("_foreach", "_fused")):
         return False
-    if torch.Tag.reduction in tags:
-        return low
-    return torch.Tag.nondeterministic_seeded not in tags or "attention" in name
+    return low or torch.Tag.reduction not in tags or name in _COMPOSED
 
 
 def _zeros(tensor: torch.Tensor) -> torch.Tensor:

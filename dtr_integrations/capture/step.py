@@ -172,6 +172,7 @@ def dry_step(
         for _ in range(warm_up_steps):
             _run(step, targets)
         _label_static(world.counter, step)
+        world.counter.forget_numbers()
         gc.collect()  # cycles that the warm-up left (autograd graphs in frames) would count as live
         world.ledger.restart()
         watcher.reset()
