@@ -30,9 +30,12 @@ _NEEDED = {
     "torch._inductor.compile_fx": ("compile_fx", "compile_fx_inner"),
     # the dry run takes Inductor's wrapper source before any kernel is compiled (torch/_inductor/graph.py)
     "torch._inductor.graph": ("GraphLowering",),
+    "torch._inductor.ir": ("ExternKernel",),
     "torch._dynamo.repro.after_aot": ("save_graph_repro",),
     # how often a frame was compiled, against the recompile limit (torch/_guards.py)
     "torch._guards": ("CompileContext",),
+    # ties ops of a graph to an order, down to the scheduler
+    "torch._inductor.fx_passes.control_dependencies": ("preserve_node_ordering",),
     "torch._inductor.config": ("fx_graph_cache", "custom_partitioner_fn"),
     "torch._inductor.lowering": ("lowerings", "fallbacks"),
     # torch's own partition, and the last step of ours (torch/_functorch/partitioners.py)
@@ -103,7 +106,9 @@ from torch._functorch.compile_utils import fx_graph_cse  # noqa: E402
 from torch._inductor import config as inductor_config  # noqa: E402
 from torch._inductor.compile_fx import compile_fx, compile_fx_inner  # noqa: E402
 from torch._inductor.custom_graph_pass import CustomPartitionerFn, get_hash_for_files  # noqa: E402
+from torch._inductor.fx_passes.control_dependencies import preserve_node_ordering  # noqa: E402
 from torch._inductor.graph import GraphLowering  # noqa: E402
+from torch._inductor.ir import ExternKernel  # noqa: E402
 from torch._subclasses.fake_tensor import (  # noqa: E402
     DataDependentOutputException,
     DynamicOutputShapeException,
@@ -118,6 +123,7 @@ __all__ = [
     "CustomPartitionerFn",
     "DataDependentOutputException",
     "DynamicOutputShapeException",
+    "ExternKernel",
     "FakeCopyMode",
     "FakeTensor",
     "FakeTensorMode",
@@ -133,6 +139,7 @@ __all__ = [
     "keeps_graph",
     "leave_out",
     "partitioners",
+    "preserve_node_ordering",
 ]
 
 

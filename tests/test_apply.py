@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import logging
+import re
 import subprocess
 import sys
 from dataclasses import replace
@@ -23,6 +24,7 @@ from dtr_integrations._compat import CustomPartitionerFn, partitioners
 from dtr_integrations.apply import registry
 from dtr_integrations.apply.partitioner import PlanPartitioner
 from dtr_integrations.apply.tags import expressible
+from dtr_integrations.capture import dryrun
 from dtr_integrations.capture.joint import is_replayable
 from dtr_integrations.capture.source import ModuleStep
 from dtr_integrations.capture.step import Captured, capture, dry_step
@@ -249,6 +251,44 @@ def _ancestors(graph: Any, index: int) -> set[int]:
             seen.add(i)
             todo += graph.ops[i].inputs
     return seen
+
+
+class Noisy(nn.Module):
+    """Two ops that draw from the generator as they run: a library kernel's mask, the seed of the other."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.one, self.two = nn.Linear(32, 32), nn.Linear(32, 32)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = nn.functional.alpha_dropout(self.one(x).relu(), 0.1, self.training)
+        return nn.functional.dropout(self.two(x).relu(), 0.5, self.training)
+
+
+def test_ops_that_draw_from_the_generator_run_in_the_order_of_the_default(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    sources: list[str] = []
+    run_dry = dryrun.dry_call
+
+    def noted(source: str, *args: Any) -> Any:
+        sources.append(source)
+        return run_dry(source, *args)
+
+    def order() -> list[str]:
+        forward, _ = sources[-2:]
+        return re.findall(r"aten\.(bernoulli_|randint)", forward)
+
+    monkeypatch.setattr(dryrun, "dry_call", noted)
+    source = ModuleStep(model=Noisy(), args=(torch.randn(64, 32),))
+    (graph,) = capture(source).step.graphs
+    default = order()
+    assert len(default) == len(graph.draws) == 2
+    schedule = schedule_for(graph, ())
+    for draws, expected in ((graph.draws, default), (graph.draws[::-1], default[::-1])):
+        with planned_partitioner((replace(schedule, draws=draws),), mode="schedule") as partitioner:
+            dry_step(source, partitioner)
+        assert order() == expected
 
 
 def test_another_shape_later_in_the_run_is_planned_on_the_spot(caplog: pytest.LogCaptureFixture) -> None:

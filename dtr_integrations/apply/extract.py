@@ -6,19 +6,21 @@ saved values. Unlike torch's tags (see `tags.py`) it can compute a value twice a
 
 Random ops: Inductor draws seeds once and each random op is a pure function of its seed, so a copy gives the
 same bits as long as the seeds are saved; ops that draw from the generator themselves are never replayable
-(`capture.joint`).
+(`capture.joint`). Those that do run in the forward in the order that the default's code has.
 """
 
 from __future__ import annotations
 
 import copy
 from collections import defaultdict
+from itertools import pairwise
 from typing import Any
 
 from torch import fx
 from torch.utils import _pytree as pytree
+from torch.utils._ordered_set import OrderedSet
 
-from .._compat import partitioners
+from .._compat import partitioners, preserve_node_ordering
 from ..core.plan import GraphSchedule, Recompute
 from ..errors import PlanMismatch
 
@@ -56,6 +58,7 @@ def extract(
     forward, backward = partitioners.raise_getitems(forward), partitioners.raise_getitems(backward)
     forward = partitioners.thread_graphsafe_rng_from_hops(forward, is_backward=False)
     backward = partitioners.thread_graphsafe_rng_from_hops(backward, is_backward=True)
+    _draw_in_order(forward, [nodes[i].name for i in schedule.draws])
     return forward, backward
 
 
@@ -142,6 +145,32 @@ def _compute_early(forward: fx.GraphModule, num_forward_outputs: int) -> None:
         if node is not last and node is not last.next:
             last.append(node)
         last = node
+    forward.graph.lint()
+    forward.recompile()
+
+
+def _draw_in_order(forward: fx.GraphModule, names: list[str]) -> None:
+    """Tie the ops that draw from a generator to the order `names`, which the compiler would choose anew."""
+    by_name = {node.name: node for node in forward.graph.nodes}
+    waits_for = {by_name[after]: by_name[before] for before, after in pairwise(names)}
+    if not waits_for:
+        return
+    order: dict[fx.Node, None] = {}
+    for node in forward.graph.nodes:
+        todo = [node]
+        while todo:
+            first = todo[-1]
+            inputs = [*first.all_input_nodes, *([waits_for[first]] if first in waits_for else [])]
+            if missing := [n for n in inputs if n not in order]:
+                todo += missing
+            else:
+                order[todo.pop()] = None
+    for before, after in pairwise(order):
+        if before.next is not after:
+            before.append(after)
+    preserve_node_ordering(
+        forward.graph, {after: OrderedSet([before]) for after, before in waits_for.items()}
+    )
     forward.graph.lint()
     forward.recompile()
 

@@ -21,7 +21,7 @@ from unittest import mock
 import torch
 from torch.utils._python_dispatch import _disable_current_modes
 
-from .._compat import FakeTensor, GraphLowering
+from .._compat import ExternKernel, FakeTensor, GraphLowering
 from .fake import StorageCounter
 
 Call = Callable[[list[Any]], Any]
@@ -125,6 +125,25 @@ def dry_codegen(counter: StorageCounter, generated: Callable[[GraphLowering, Cal
         mock.patch("torch._dynamo.repro.after_aot.save_graph_repro", _nothing),
     ):
         yield
+
+
+def draw_names(lowering: GraphLowering) -> tuple[str, ...]:
+    """Names of the FX nodes that draw from a generator as they run, not of those that are functions of a seed.
+
+    In the order of the generated code: nothing in a graph ties them together, the scheduler may swap them.
+    """
+    origins = [
+        origin
+        for scheduled in lowering.scheduler.nodes
+        for part in scheduled.get_nodes()
+        if isinstance(part.node, ExternKernel)
+        for origin in part.node.origins
+    ]
+    return tuple(dict.fromkeys(origin.name for origin in origins if _draws(origin)))
+
+
+def _draws(node: torch.fx.Node) -> bool:
+    return torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ())
 
 
 def buffer_names(lowering: GraphLowering) -> frozenset[str]:

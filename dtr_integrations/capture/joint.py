@@ -176,6 +176,7 @@ class Draft:
     checkpointed: tuple[str, ...] = ()  # module paths inside the user's own activation checkpointing
     forward_buffers: frozenset[str] | None = None
     backward_buffers: frozenset[str] | None = None
+    draws: tuple[str, ...] = ()  # names of ops that draw from a generator, as the forward's code runs them
 
     def finish(self) -> JointGraph:
         """The graph as plain data, with what the dry run added."""
@@ -192,6 +193,7 @@ class Draft:
             default_saved=self.default_saved,
             save_sets=dict(self.save_sets),
             buffers=buffers,
+            draws=tuple(self.index_by_name[name] for name in self.draws if name in self.index_by_name),
         )
 
     def _indices(self, names: frozenset[str]) -> frozenset[int]:

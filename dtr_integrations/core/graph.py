@@ -71,7 +71,8 @@ class JointGraph:
     the batch); `default_saved` is the save set of torch's own min-cut, `save_sets` the same at other
     strictnesses, by name. `buffers` are the ops whose value Inductor gave a buffer of its own when it
     generated the default graphs (learnt from its codegen; `None` before that): (in the forward, in the
-    backward).
+    backward). `draws` are the forward's ops that draw from a generator, in the order in which the generated
+    code of the default runs them: in another order they would get other numbers.
     """
 
     fingerprint: str
@@ -83,6 +84,7 @@ class JointGraph:
     default_saved: tuple[int, ...]
     save_sets: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
     buffers: tuple[frozenset[int], frozenset[int]] | None = None
+    draws: tuple[int, ...] = ()
 
     @cached_property
     def users(self) -> tuple[tuple[int, ...], ...]:

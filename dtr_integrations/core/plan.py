@@ -28,13 +28,14 @@ class GraphSchedule:
 
     `default=True` means: exactly torch's own partition; `saved` and `recompute` then only describe it.
     `saved` holds activations only: inputs of the graph that the backward reads are handed over as well, for
-    free.
+    free. `draws`: the forward's ops that draw from a generator, in the order in which they have to run.
     """
 
     fingerprint: str
     saved: tuple[int, ...]
     recompute: tuple[Recompute, ...]
     default: bool = False
+    draws: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -109,6 +110,7 @@ class Plan:
                     saved=tuple(g["saved"]),
                     recompute=tuple(Recompute(**r) for r in g["recompute"]),
                     default=g["default"],
+                    draws=tuple(g["draws"]),
                 )
                 for g in data["schedule"]
             )

@@ -107,6 +107,7 @@ def schedule_for(graph: JointGraph, saved: Collection[int], *, default: bool = F
         saved=tuple(sorted(held)),
         recompute=tuple(Recompute(value=value, copy=0, before=at) for at, value in sorted(again)),
         default=default,
+        draws=graph.draws,
     )
 
 
