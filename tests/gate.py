@@ -21,9 +21,14 @@ class Trained:
 
 
 def train(
-    model: nn.Module, optimizer: Any, loss_of: Callable[[], torch.Tensor], run: Callable[[Any], Any]
+    model: nn.Module,
+    optimizer: Any,
+    loss_of: Callable[[], torch.Tensor],
+    run: Callable[[Any], Any],
+    *,
+    steps: int = STEPS,
 ) -> Trained:
-    """`STEPS` optimizer steps from one seed; `run(step)` performs each (a session's `step`, or a plain
+    """`steps` optimizer steps from one seed; `run(step)` performs each (a session's `step`, or a plain
     call)."""
     states: list[dict[str, torch.Tensor]] = []
 
@@ -35,7 +40,7 @@ def train(
         return loss.detach()
 
     torch.manual_seed(1)
-    for _ in range(STEPS):
+    for _ in range(steps):
         loss = run(step)
         state = {"loss": loss.clone()}
         state |= {f"grad {n}": p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}

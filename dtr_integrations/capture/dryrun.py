@@ -128,7 +128,7 @@ def dry_codegen(counter: StorageCounter, generated: Callable[[GraphLowering, Cal
 
 
 def draw_names(lowering: GraphLowering) -> tuple[str, ...]:
-    """Names of the FX nodes that draw from a generator as they run, not of those that are functions of a seed.
+    """Names of the FX nodes that draw from a generator as they run (those of seeds, not their readers).
 
     In the order of the generated code: nothing in a graph ties them together, the scheduler may swap them.
     """
