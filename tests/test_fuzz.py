@@ -1,7 +1,7 @@
 """Random modules under random budgets: nothing but memory and time changes, and the budget holds.
 
-`python tests/test_fuzz.py FIRST END`, or `... SEED,SEED,...`, runs seeds without pytest and prints a line of JSON
-for each.
+`python tests/test_fuzz.py FIRST END`, or `... SEED,SEED,...`, runs seeds without pytest and prints a line of
+JSON for each.
 """
 
 from __future__ import annotations
