@@ -5,11 +5,13 @@
         ├── ConfigError            (ValueError)    a key or value of the configuration is wrong
         │   └── BudgetError        (ValueError)    a byte size or budget cannot be read
         ├── BudgetInfeasible       (ValueError)    no plan fits the budget
+        ├── OutOfBudget            (MemoryError)   online: one operator does not fit, whatever is evicted
         ├── PlanMismatch           (ValueError)    a plan made earlier is not for this step
         ├── CaptureError           (RuntimeError)  the fake run of the step failed
         ├── CertifyError           (RuntimeError)  the dry run of a plan failed
         ├── CompileError           (RuntimeError)  torch.compile fails, and fallback="error"
         ├── VerificationFailed     (RuntimeError)  training by the plan differs from training without it
+        ├── OperatorLogError       (ValueError)    an operator log cannot be read
         ├── ProfilerActive         (RuntimeError)  measuring would break somebody's profiler
         ├── UnsupportedTorch       (ImportError)   this torch lacks something we rely on
         └── MissingExtra           (ImportError)   an optional package is not installed
@@ -39,6 +41,8 @@ __all__ = [
     "DTRError",
     "MissingExtra",
     "NothingPlanned",
+    "OperatorLogError",
+    "OutOfBudget",
     "PlanMismatch",
     "PlanWarning",
     "ProfilerActive",
@@ -139,6 +143,41 @@ class BudgetInfeasible(DTRError, ValueError):
         return "\n".join(lines)
 
 
+class OutOfBudget(DTRError, MemoryError):
+    """Online rematerialisation has evicted all that may be evicted, and an operator still does not fit.
+
+    Remedy: a budget larger by `short_bytes` at least, or a smaller batch.
+
+    Args:
+        operator: Name of the operator whose outputs did not fit.
+        needed_bytes: Bytes of its outputs.
+        held_bytes: Bytes that are resident and may not be evicted: constants, pinned values, and what the
+            operators under way are reading.
+        budget_bytes: The budget.
+
+    Attributes:
+        short_bytes: ``held_bytes + needed_bytes - budget_bytes``.
+    """
+
+    operator: str
+    needed_bytes: int
+    held_bytes: int
+    budget_bytes: int
+    short_bytes: int
+
+    def __init__(self, *, operator: str, needed_bytes: int, held_bytes: int, budget_bytes: int) -> None:
+        self.operator = operator
+        self.needed_bytes = needed_bytes
+        self.held_bytes = held_bytes
+        self.budget_bytes = budget_bytes
+        self.short_bytes = held_bytes + needed_bytes - budget_bytes
+        super().__init__(
+            f"{operator} needs {_both(needed_bytes)} for its outputs while {_both(held_bytes)} cannot be "
+            f"evicted: {_both(self.short_bytes)} short of the budget of {_both(budget_bytes)}. "
+            f'A budget of at least "{budget_at_least(held_bytes + needed_bytes)}" gets past this operator.'
+        )
+
+
 class PlanMismatch(DTRError, ValueError):
     """A plan file that was given does not belong to the step that was captured.
 
@@ -198,6 +237,13 @@ class VerificationFailed(DTRError, RuntimeError):
     def __init__(self, message: str, *, report: Any = None) -> None:
         self.report = report
         super().__init__(message if report is None else f"{message}\n{report}")
+
+
+class OperatorLogError(DTRError, ValueError):
+    """A line of an operator log is not in the format.
+
+    Remedy: the message names the line and what was expected there.
+    """
 
 
 class ProfilerActive(DTRError, RuntimeError):
