@@ -11,9 +11,10 @@ from __future__ import annotations
 
 import importlib
 import inspect
+import operator
 import warnings
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -22,50 +23,75 @@ from .errors import PlanWarning, UnsupportedTorch
 
 TESTED = ("2.13",)
 
-_NEEDED = {
+_NEEDED: dict[str, tuple[str, ...]] = {
     # the public route to a partitioner of one's own, and what it gets (torch/_inductor/custom_graph_pass.py)
     "torch._inductor.custom_graph_pass": ("CustomPartitionerFn", "get_hash_for_files"),
     # compile_fx(config_patches=...) carries the partitioner into the lazily compiled backward
     # (torch/_inductor/compile_fx.py)
     "torch._inductor.compile_fx": ("compile_fx", "compile_fx_inner"),
     # the dry run takes Inductor's wrapper source before any kernel is compiled (torch/_inductor/graph.py)
-    "torch._inductor.graph": ("GraphLowering",),
+    "torch._inductor.graph": (
+        "GraphLowering.compile_to_module",
+        "GraphLowering.codegen",
+        "GraphLowering.codegen_with_cpp_wrapper",
+    ),
     "torch._inductor.ir": ("ExternKernel",),
+    # ties ops of a graph to an order, down to the scheduler
+    "torch._inductor.fx_passes.control_dependencies": ("preserve_node_ordering",),
     "torch._dynamo.repro.after_aot": ("save_graph_repro",),
     # how often a frame was compiled, against the recompile limit (torch/_guards.py)
     "torch._guards": ("CompileContext",),
-    # ties ops of a graph to an order, down to the scheduler
-    "torch._inductor.fx_passes.control_dependencies": ("preserve_node_ordering",),
-    "torch._inductor.config": ("fx_graph_cache", "custom_partitioner_fn"),
+    "torch._inductor.config": (
+        "custom_partitioner_fn",
+        "allow_buffer_reuse",
+        "fallback_random",
+        "fx_graph_cache",
+        "fx_graph_remote_cache",
+    ),
     "torch._inductor.lowering": ("lowerings", "fallbacks"),
     # torch's own partition, and the last step of ours (torch/_functorch/partitioners.py)
     "torch._functorch.partitioners": (
         "min_cut_rematerialization_partition",
         "_extract_fwd_bwd_modules",
         "_extract_fwd_bwd_outputs",
+        "_is_tangent",
+        "_must_be_in_backward",
         "classify_nodes",
-        "raise_getitems",
-        "force_save_collectives",
-        "force_save_effectful_ops",
-        "force_save_bw_mutation_src",
-        "thread_graphsafe_rng_from_hops",
-        "reordering_to_mimic_autograd_engine",
         "has_recomputable_rng_ops",
         "is_sym_node",
-        "is_opaque_node",
-        "_is_primal",
-        "_is_tangent",
+        "raise_getitems",
+        "thread_graphsafe_rng_from_hops",
     ),
     "torch._functorch.compile_utils": ("fx_graph_cse",),
+    # how strict torch's own partition is (torch/_functorch/config.py)
+    "torch._functorch.config": (
+        "aggressive_recomputation",
+        "ban_recompute_long_fusible_chains",
+        "ban_recompute_materialized_backward",
+        "ban_recompute_used_far_apart",
+        "enable_autograd_cache",
+    ),
+    "torch._dynamo.config": ("recompile_limit",),
+    "torch._dynamo.eval_frame": ("OptimizedModule",),
     # a fake tensor's storage is a meta storage: its bytes and its death can be seen
     # (torch/_subclasses/fake_tensor.py)
     "torch._subclasses.fake_tensor": (
-        "FakeTensorMode",
+        "FakeTensorMode.dispatch",
+        "FakeTensorMode.from_tensor",
         "FakeCopyMode",
         "FakeTensor",
         "DataDependentOutputException",
         "DynamicOutputShapeException",
     ),
+    "torch.utils._python_dispatch": ("TorchDispatchMode", "_disable_current_modes"),
+    "torch.utils._pytree": ("keystr", "tree_flatten_with_path", "tree_map_only"),
+    # every event of the CPU allocator (torch/csrc/profiler/python/init.cpp)
+    "torch._C._profiler": ("_ExtraFields_Allocation", "_RecordFunctionFast"),
+    # whether a graph's backward is its last (torch/csrc/autograd/init.cpp)
+    "torch._C._autograd": ("_get_current_graph_task_keep_graph",),
+    "torch.autograd": ("_profiler_enabled",),
+    # `nn.Module.__call__` hands over to `_compiled_call_impl` (torch/nn/modules/module.py)
+    "torch.nn": ("Module._call_impl", "Module._compiled_call_impl"),
 }
 
 
@@ -77,17 +103,16 @@ def _probe() -> None:
         except ImportError:
             missing.append(module_name)
             continue
-        missing += [f"{module_name}.{name}" for name in names if not hasattr(module, name)]
-    if not hasattr(torch.nn.Module, "_call_impl"):
-        missing.append("torch.nn.Module._call_impl")
-    # whether a graph's backward is its last (torch/csrc/autograd/init.cpp)
-    if not hasattr(torch._C._autograd, "_get_current_graph_task_keep_graph"):
-        missing.append("torch._C._autograd._get_current_graph_task_keep_graph")
+        for name in names:
+            try:
+                operator.attrgetter(name)(module)
+            except AttributeError:
+                missing.append(f"{module_name}.{name}")
     version = torch.__version__
     if missing:
         raise UnsupportedTorch(
             f"torch {version} lacks what this package is built on: {', '.join(missing)}. "
-            f"Tested versions: {', '.join(TESTED)}; install one of them."
+            f"Tested versions: {', '.join(TESTED)}; install one of them: pip install torch=={TESTED[-1]}.*"
         )
     if not version.startswith(tuple(f"{v}." for v in TESTED)):
         warnings.warn(
@@ -133,6 +158,7 @@ __all__ = [
     "compile_fx",
     "compile_fx_inner",
     "copied_graph",
+    "extracted",
     "get_hash_for_files",
     "inductor_config",
     "is_compile_error",
@@ -225,6 +251,25 @@ def canonical(gm: torch.fx.GraphModule) -> torch.fx.GraphModule:
     joint.graph.eliminate_dead_code()
     joint.graph = fx_graph_cse(joint.graph)
     return joint
+
+
+def extracted(
+    joint: torch.fx.GraphModule, saved: Sequence[torch.fx.Node], num_forward_outputs: int
+) -> tuple[torch.fx.GraphModule, torch.fx.GraphModule]:
+    """The joint graph cut into (forward, backward) at the `saved` nodes: tensors, sizes and, from torch 2.12
+    on, opaque objects, which are a kind of their own there."""
+    sizes = [node for node in saved if partitioners.is_sym_node(node)]
+    opaque, options = [], {}
+    if hasattr(partitioners, "is_opaque_node"):
+        opaque = [node for node in saved if partitioners.is_opaque_node(node)]
+        options = {"saved_opaque_nodes": opaque}
+    return partitioners._extract_fwd_bwd_modules(
+        joint,
+        [node for node in saved if node not in sizes and node not in opaque],
+        saved_sym_nodes=sizes,
+        num_fwd_outputs=num_forward_outputs,
+        **options,
+    )
 
 
 # How Dynamo names the module that `compile_call` compiles, in `nn_module_stack`.

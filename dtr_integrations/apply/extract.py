@@ -20,7 +20,7 @@ from torch import fx
 from torch.utils import _pytree as pytree
 from torch.utils._ordered_set import OrderedSet
 
-from .._compat import partitioners, preserve_node_ordering
+from .._compat import extracted, partitioners, preserve_node_ordering
 from ..core.plan import GraphSchedule, Recompute
 from ..errors import PlanMismatch
 
@@ -43,16 +43,7 @@ def extract(
     joint.graph.lint()
     saved = [nodes[i] for i in schedule.saved]
     inputs = [node for node in nodes if node.op == "placeholder" and not partitioners._is_tangent(node)]
-    values = [
-        n for n in inputs + saved if not partitioners.is_sym_node(n) and not partitioners.is_opaque_node(n)
-    ]
-    forward, backward = partitioners._extract_fwd_bwd_modules(
-        joint,
-        values,
-        saved_sym_nodes=[n for n in inputs + saved if partitioners.is_sym_node(n)],
-        saved_opaque_nodes=[n for n in inputs + saved if partitioners.is_opaque_node(n)],
-        num_fwd_outputs=num_forward_outputs,
-    )
+    forward, backward = extracted(joint, inputs + saved, num_forward_outputs)
     _drop_leftovers(backward, forward_names)
     _compute_early(forward, num_forward_outputs)
     forward, backward = partitioners.raise_getitems(forward), partitioners.raise_getitems(backward)
