@@ -71,6 +71,7 @@ _NEEDED: dict[str, tuple[str, ...]] = {
         "ban_recompute_used_far_apart",
         "enable_autograd_cache",
     ),
+    "torch._dynamo": ("disable",),
     "torch._dynamo.config": ("recompile_limit",),
     "torch._dynamo.eval_frame": ("OptimizedModule",),
     # a fake tensor's storage is a meta storage: its bytes and its death can be seen

@@ -84,13 +84,16 @@ def test_what_is_used_of_torchs_partitioners_is_what_is_probed() -> None:
 
 def test_private_modules_of_torch_are_probed() -> None:
     """Whoever imports or patches one outside of `_compat` has it in the list."""
+    probed = {f"{module}.{name}" for module, names in _compat._NEEDED.items() for name in names}
+    modules = _compat._NEEDED.keys() - {"torch._dynamo"}  # which holds the others
     private = re.compile(r"torch(?:\.\w+)*\.(?:_dynamo|_inductor|_functorch|_subclasses)[\w.]*")
     for path in PACKAGE.rglob("*.py"):
         code = ast.parse(path.read_text())
         imported = {n.module for n in ast.walk(code) if isinstance(n, ast.ImportFrom) and n.module}
         imported |= {ast.unparse(n) for n in ast.walk(code) if isinstance(n, ast.Attribute)}
         for name in filter(private.fullmatch, imported):
-            known = any(name.startswith(probed) or probed.startswith(name) for probed in _compat._NEEDED)
+            known = name in probed or any(f"{name}.".startswith(f"{module}.") for module in modules)
+            known = known or any(f"{module}.".startswith(f"{name}.") for module in modules)
             assert known, f"{path.name} uses {name}"
 
 
