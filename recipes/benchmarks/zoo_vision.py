@@ -110,10 +110,10 @@ _ENCODER_DECODER: dict[str, Any] = {
 def _backbone() -> Any:
     return hf.ResNetConfig(
         embedding_size=16,
-        hidden_sizes=[16, 32, 48, 64],
-        depths=[1, 1, 1, 1],
+        hidden_sizes=[16, 32],
+        depths=[1, 1],
         layer_type="basic",
-        out_features=["stage4"],
+        out_features=["stage2"],
     )
 
 
@@ -170,7 +170,7 @@ _add(
         num_queries=20,
         num_labels=CLASSES,
     ),
-    _detected(8, 256),
+    _detected(6, 128),
     "the loss matches boxes with scipy",
 )
 _add(
