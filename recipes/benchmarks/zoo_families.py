@@ -21,13 +21,15 @@ class Family:
         make: builds the model with the family's own defaults (dropout, tied weights, cache); the harness
             seeds before it and puts it in training mode after it.
         batch: keyword arguments of the model's call, labels included, so that the output has a `.loss`.
-        note: what is special about it, for the table.
+        note: what is special about it.
+        small: the same with fewer layers, for quick tests; None: it is quick as it is.
     """
 
     name: str
     make: Callable[[], nn.Module]
     batch: Callable[[], dict[str, Any]]
     note: str = ""
+    small: Callable[[], nn.Module] | None = None
 
 
 _families: dict[str, Family] = {}

@@ -60,7 +60,12 @@ def _translated(batch: int, length: int) -> Callable[[], dict[str, Any]]:
 
 
 def _add(name: str, kind: Any, config: Callable[[], Any], batch: Any, note: str = "") -> None:
-    register(Family(name=name, make=lambda: kind(config()), batch=batch, note=note))
+    def small() -> Any:
+        fewer = config()
+        fewer.num_hidden_layers = 2
+        return kind(fewer)
+
+    register(Family(name=name, make=lambda: kind(config()), batch=batch, note=note, small=small))
 
 
 _DECODER: dict[str, Any] = {
