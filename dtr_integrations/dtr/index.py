@@ -26,10 +26,8 @@ from .neighborhood import Neighborhood
 from .search import Pool
 from .values import Storage
 
-_RUNGS = 5
-_NEARER = (
-    6  # each rung's horizon lies this many times nearer; the first that much nearer than the mean staleness
-)
+_MOST_RUNGS = 5
+_NEARER = 6  # times nearer than the rung above; the first, than the pool's mean staleness
 _ROUNDING = 1 + 1e-9
 
 _Entry = tuple[float, int, Storage]
@@ -50,9 +48,9 @@ class IndexedSearch:
         self._score = score
         self._last = tie_break == "last"
         # Rung 0 is the last one. `_ahead`: horizon minus clock when a rung is built.
-        self._heaps: list[list[_Entry]] = [[] for _ in range(_RUNGS)]
-        self._horizons = [-math.inf] * _RUNGS
-        self._ahead = [0.0] * _RUNGS
+        self._heaps: list[list[_Entry]] = [[]]
+        self._horizons = [-math.inf]
+        self._ahead = [0.0]
         self._waiting: dict[Storage, None] = {}
         self._stamp = 0
         neighborhood.watch = self._outdated
@@ -107,12 +105,9 @@ class IndexedSearch:
             self._waiting[storage] = None
 
     def _prepare(self, pool: Pool, clock: int) -> None:
-        top = _RUNGS - 1
+        top = len(self._heaps) - 1
         if clock >= self._horizons[top] or len(self._heaps[top]) > 2 * len(pool) + 64:
-            mean = clock - sum([storage.last_access for storage in pool]) / len(pool)
-            self._ahead = [max(mean / _NEARER ** (_RUNGS - i), 1.0) for i in range(_RUNGS)]
-            self._waiting.clear()
-            self._build(list(pool), top, clock)
+            self._start(pool, clock)
             return
         rung = max((i for i in range(top) if clock >= self._horizons[i]), default=-1)
         if rung >= 0:
@@ -121,13 +116,30 @@ class IndexedSearch:
         self._push([storage for storage in self._waiting if storage in pool], top)
         self._waiting.clear()
 
+    def _start(self, pool: Pool, clock: int) -> None:
+        for heap in self._heaps:
+            self._disown(heap)
+        # A rung for every factor in the pool's size, and none that would be reached at the next tick.
+        mean = clock - sum([storage.last_access for storage in pool]) / len(pool)
+        rungs = min(math.ceil(math.log(len(pool) + 1, _NEARER)), _MOST_RUNGS)
+        ahead = [mean / _NEARER**i for i in range(1, rungs + 1)]
+        self._ahead = [step for step in reversed(ahead) if step > 1] or [1.0]
+        self._horizons = [0.0] * len(self._ahead)
+        self._heaps = [[] for _ in self._ahead]
+        self._waiting.clear()
+        self._build(list(pool), len(self._ahead) - 1, clock)
+
+    @staticmethod
+    def _disown(heap: list[_Entry]) -> None:
+        for _, stamp, storage in heap:
+            if storage.entry == stamp:
+                storage.entry = 0
+
     def _build(self, storages: list[Storage], rung: int, clock: int) -> None:
         # `storages` go to `rung`; it and the rungs below get new horizons and lose what they held. What is
         # locked just now has no entry from here on, and so is added again when it is unlocked.
         for heap in self._heaps[: rung + 1]:
-            for _, stamp, storage in heap:
-                if storage.entry == stamp:
-                    storage.entry = 0
+            self._disown(heap)
         for i in range(rung + 1):
             self._horizons[i] = clock + self._ahead[i]
             self._heaps[i] = []
