@@ -11,6 +11,7 @@ from .cache import Cache, Driver
 from .heuristics import HEURISTICS, Candidate, Heuristic
 from .oplog import Instruction, read_log, write_log
 from .policies import Policies
+from .portfolio import Choice, choose
 from .program import Program, resolve
 from .simulator import ReplayResult, replay
 
@@ -18,12 +19,14 @@ __all__ = [
     "HEURISTICS",
     "Cache",
     "Candidate",
+    "Choice",
     "Driver",
     "Heuristic",
     "Instruction",
     "Policies",
     "Program",
     "ReplayResult",
+    "choose",
     "read_log",
     "replay",
     "resolve",

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import NamedTuple, TypeAlias
 
@@ -74,6 +74,10 @@ class Program:
     peak_bytes: int
     constant_bytes: int
     names: tuple[str, ...]
+
+    def sizes(self) -> Iterator[tuple[int, ...]]:
+        """Bytes of what each operator makes."""
+        return (step.sizes for step in self.steps if isinstance(step, (Run, Write)))
 
 
 def resolve(log: Iterable[Instruction]) -> Program:

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import singledispatch
 from os import PathLike
-from typing import Any, Literal
+from typing import Any, Literal, TypeAlias
 
 from ..errors import OutOfBudget
 from .cache import Cache, Driver, ReplayLimit
@@ -19,6 +19,7 @@ from .program import Drop, Hold, Make, Program, Run, Write, resolve
 from .values import Tensor
 
 Outcome = Literal["ok", "oom", "thrash"]
+Log: TypeAlias = "str | PathLike[str] | Iterable[Instruction] | Program"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,7 +55,7 @@ class ReplayResult:
 
 
 def replay(
-    log: str | PathLike[str] | Iterable[Instruction] | Program,
+    log: Log,
     *,
     heuristic: str | Heuristic = "h_dtr_eq",
     budget_ratio: float = 0.5,
@@ -80,7 +81,8 @@ def replay(
         OperatorLogError: the log is not in the format.
         ValueError: an unknown heuristic or search, or a budget that is not positive.
     """
-    program = load(log)
+    with _collector_paused():
+        program = load(log)
     if budget_bytes is None:
         budget_bytes = int(program.peak_bytes * budget_ratio)
     if budget_bytes <= 0 and program.peak_bytes:
