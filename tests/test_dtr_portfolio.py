@@ -26,7 +26,7 @@ def recorded(model: str, seed: int) -> Program:
     [
         ("gpt", 0.5),
         ("resnet", 0.5),
-        ("resnet", 0.35),
+        pytest.param("resnet", 0.35, marks=pytest.mark.slow),
         pytest.param("gpt", 0.35, marks=pytest.mark.slow),
         pytest.param("treelstm", 0.7, marks=pytest.mark.slow),
         pytest.param("lstm", 0.7, marks=pytest.mark.slow),
