@@ -192,13 +192,13 @@ def test_a_replay_with_seeds_drawn_again_is_caught(tmp_path: Path) -> None:
     assert "NOT the same training" in str(report)
 
 
-def replayed(call: Callable[..., Any], backend: Any) -> Callable[..., Any]:
+def replayed(call: Callable[..., Any], *_: Any) -> Callable[..., Any]:
     """In the place of a planned module: its Python code run again in the backward, as eager checkpointing
     does."""
     return lambda *args: checkpoint(call, *args, use_reentrant=False, preserve_rng_state=False)
 
 
-def hooks_twice(call: Callable[..., Any], backend: Any) -> Callable[..., Any]:
+def hooks_twice(call: Callable[..., Any], *_: Any) -> Callable[..., Any]:
     """In the place of a planned module: every gradient hook registered once more."""
     for parameter in call.__self__.parameters():  # type: ignore[attr-defined]
         for hook in list((parameter._backward_hooks or {}).values()):

@@ -35,7 +35,7 @@ def test_the_proof_leaves_no_trace_in_the_run() -> None:
 
 
 def test_a_run_that_fails_the_proof_ends_before_its_first_step(monkeypatch: pytest.MonkeyPatch) -> None:
-    def replayed(call: Any, backend: Any) -> Any:
+    def replayed(call: Any, *_: Any) -> Any:
         return lambda *args: checkpoint(call, *args, use_reentrant=False)
 
     monkeypatch.setattr(dispatch, "compile_call", replayed)

@@ -177,7 +177,7 @@ class StandIns:
         """The values of an op's results, or None if they cannot be known."""
         if not outs or not _is_plain(func) or func in _UNSET or not all(_is_small(t) for t in outs):
             return None
-        random = torch.Tag.nondeterministic_seeded in func.tags
+        random = torch.Tag.nondeterministic_seeded in getattr(func, "tags", ())
         written = _written(func, args, kwargs) if random else []
         if any(self.value(t) is None and not any(t is w for w in written) for t in _tensors((args, kwargs))):
             return None
