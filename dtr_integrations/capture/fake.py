@@ -113,7 +113,9 @@ class StorageCounter:
     def _count_number(self, func: Any, args: Any, out: Any) -> None:
         """A number among the operands (`x * 2`; a mean's divisor) is a tensor to the kernel: a float64, and a
         copy of it in the result's dtype. A float64 that autograd keeps counts to the end of the step."""
-        pointwise = torch.Tag.pointwise in getattr(func, "tags", ()) and any(isinstance(arg, (int, float)) for arg in args)
+        if not isinstance(func, torch._ops.OpOverload):  # a higher-order op has no tags and no kernel
+            return
+        pointwise = torch.Tag.pointwise in func.tags and any(isinstance(arg, (int, float)) for arg in args)
         if not (pointwise or func.overloadpacket is _aten.mean):
             return
         if isinstance(out, FakeTensor) and out.device.type == "cpu":
