@@ -24,7 +24,7 @@ from .core.profile import StepProfile
 from .core.schedule import default_schedules
 from .core.simulate import Correction, Observation, calibrate, correct
 from .distributed import Reserve
-from .errors import BudgetInfeasible, CertifyError, PlanMismatch
+from .errors import BudgetInfeasible, CaptureError, CertifyError, PlanMismatch
 from .measure import call_peak_bytes
 from .planner import Frontier, FrontierPoint, Problem, search
 from .units import format_bytes
@@ -410,7 +410,10 @@ def _advice(
     """What a user should know who is told to recompute: the step may fit without torch.compile too."""
     if captured.default.peak_bytes <= target or not captured.step.graphs:
         return ()
-    uncompiled_bytes = uncompiled_peak_bytes(source, device=device, scratch=_SCRATCH)
+    try:
+        uncompiled_bytes = uncompiled_peak_bytes(source, device=device, scratch=_SCRATCH)
+    except CaptureError:  # what runs compiled need not run eagerly on fake tensors; there is no advice then
+        return ()
     if uncompiled_bytes > target:
         return ()
     required = format_bytes(uncompiled_bytes + reserve.total_bytes)

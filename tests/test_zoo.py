@@ -18,7 +18,7 @@ from gate import Trained
 from zoo import Row, difference, run_family, table
 from zoo_families import Family, load, register
 
-QUICK = ("gpt2", "bert", "vit")
+QUICK = ("gpt2", "mixtral", "bert", "vit")
 
 
 @pytest.mark.parametrize(
