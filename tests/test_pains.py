@@ -8,6 +8,7 @@ ours does not have it. Inputs are the reported ones, scaled down. Steps in their
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
@@ -263,6 +264,16 @@ def autocast() -> Any:
     return torch.autocast("cpu", torch.bfloat16)
 
 
+@pytest.fixture
+def one_thread() -> Iterator[None]:
+    """Scratch of a matrix product grows with the number of threads."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+@pytest.mark.usefixtures("one_thread")
 def test_09_copies_of_weights_are_recomputed() -> None:
     """Pain 9, pytorch#141881: a low-precision copy of every weight is saved. On torch 2.13 under bfloat16
     autocast, at ratio 1 and at 0.5 alike, for every layer but the first. Here: where the budget binds they

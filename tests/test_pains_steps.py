@@ -140,6 +140,7 @@ def test_08_sizes_that_depend_on_data_work(few_compiles: Any) -> None:
     naive plan, a static compile, makes a graph for each count of rows until the limit and then none, without
     a word. Here: the step works with eager's numbers, and that some of it is eager is said."""
     random = torch.Generator().manual_seed(4)
+    torch.manual_seed(0)  # the counts of rows that pass depend on the weights
     batches = [(torch.randn(32, 8, generator=random),) for _ in range(5)]
     model, counter = Sparse(), CompileCounter()
     reference, naive = copy.deepcopy(model), copy.deepcopy(model)
