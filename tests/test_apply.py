@@ -291,6 +291,35 @@ def test_ops_that_draw_from_the_generator_run_in_the_order_of_the_default(
         assert order() == expected
 
 
+def test_a_mask_is_drawn_with_the_layout_of_the_default(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In place, so in the order of its storage: laid out otherwise, other elements would be dropped."""
+    sources: list[str] = []
+    run_dry = dryrun.dry_call
+
+    def noted(source: str, *args: Any) -> Any:
+        sources.append(source)
+        return run_dry(source, *args)
+
+    def strides() -> str:
+        forward, _ = sources[-2:]
+        (mask,) = re.findall(r"aten\.bernoulli_\.float\((\w+),", forward)
+        return re.findall(rf"{mask} = empty_strided_cpu\(\([^)]*\), \(([^)]*)\)", forward)[0]
+
+    monkeypatch.setattr(dryrun, "dry_call", noted)
+    model = nn.Sequential(nn.Conv2d(4, 8, 3, padding=1), nn.AlphaDropout(0.1), nn.Conv2d(8, 4, 1))
+    source = ModuleStep(model=model, args=(torch.randn(2, 4, 8, 8),))
+    (graph,) = capture(source).step.graphs
+    (draw,) = graph.draws
+    assert strides() == str(draw.strides)[1:-1]
+    contiguous, last = (512, 64, 8, 1), (512, 1, 64, 8)
+    assert draw.strides in (contiguous, last)
+    for wanted in (contiguous, last):
+        schedule = replace(schedule_for(graph, ()), draws=(replace(draw, strides=wanted),))
+        with planned_partitioner((schedule,), mode="schedule") as partitioner:
+            dry_step(source, partitioner)
+        assert strides() == str(wanted)[1:-1]
+
+
 def test_another_shape_later_in_the_run_is_planned_on_the_spot(caplog: pytest.LogCaptureFixture) -> None:
     plan = tiny_plan()
     torch.manual_seed(0)

@@ -6,7 +6,7 @@ saved values. Unlike torch's tags (see `tags.py`) it can compute a value twice a
 
 Random ops: Inductor draws seeds once and each random op is a pure function of its seed, so a copy gives the
 same bits as long as the seeds are saved; ops that draw from the generator themselves are never replayable
-(`capture.joint`). Those that do run in the forward in the order that the default's code has.
+(`capture.joint`). Those that do run in the forward in the order and layout that the default's code has.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from collections import defaultdict
 from itertools import pairwise
 from typing import Any
 
+import torch
 from torch import fx
 from torch.utils import _pytree as pytree
 from torch.utils._ordered_set import OrderedSet
@@ -49,7 +50,7 @@ def extract(
     forward, backward = partitioners.raise_getitems(forward), partitioners.raise_getitems(backward)
     forward = partitioners.thread_graphsafe_rng_from_hops(forward, is_backward=False)
     backward = partitioners.thread_graphsafe_rng_from_hops(backward, is_backward=True)
-    _draw_in_order(forward, [nodes[i].name for i in schedule.draws])
+    _draw_alike(forward, {nodes[draw.op].name: draw.strides for draw in schedule.draws})
     return forward, backward
 
 
@@ -140,10 +141,27 @@ def _compute_early(forward: fx.GraphModule, num_forward_outputs: int) -> None:
     forward.recompile()
 
 
-def _draw_in_order(forward: fx.GraphModule, names: list[str]) -> None:
-    """Tie the ops that draw from a generator to the order `names`, which the compiler would choose anew."""
+def _draw_alike(forward: fx.GraphModule, draws: dict[str, tuple[int, ...]]) -> None:
+    """Tie the ops that draw from a generator to the order and the strides (none: left alone) of `draws`.
+
+    The compiler would choose both anew, and another place in the stream of numbers is another mask.
+    """
     by_name = {node.name: node for node in forward.graph.nodes}
-    waits_for = {by_name[after]: by_name[before] for before, after in pairwise(names)}
+    for name, strides in draws.items():
+        if len(strides) > 1:
+            drawn = by_name[name]
+            with forward.graph.inserting_after(drawn):
+                laid_out = forward.graph.call_function(
+                    torch.ops.prims.inductor_force_stride_order.default, (drawn, list(strides))
+                )
+            laid_out.meta = {"val": drawn.meta["val"]}
+            drawn.replace_all_uses_with(laid_out, delete_user_cb=lambda user, new=laid_out: user is not new)
+    _in_order(forward, [by_name[name] for name in draws])
+    forward.recompile()
+
+
+def _in_order(forward: fx.GraphModule, draws: list[fx.Node]) -> None:
+    waits_for = {after: before for before, after in pairwise(draws)}
     if not waits_for:
         return
     order: dict[fx.Node, None] = {}
@@ -163,7 +181,6 @@ def _draw_in_order(forward: fx.GraphModule, names: list[str]) -> None:
         forward.graph, {after: OrderedSet([before]) for after, before in waits_for.items()}
     )
     forward.graph.lint()
-    forward.recompile()
 
 
 def _backward_ops(nodes: list[fx.Node]) -> set[fx.Node]:

@@ -127,19 +127,29 @@ def dry_codegen(counter: StorageCounter, generated: Callable[[GraphLowering, Cal
         yield
 
 
-def draw_names(lowering: GraphLowering) -> tuple[str, ...]:
-    """Names of the FX nodes that draw from a generator as they run (those of seeds, not their readers).
+def draws_of(lowering: GraphLowering) -> tuple[tuple[str, tuple[int, ...]], ...]:
+    """(name, strides of its result) of the FX nodes that draw from a generator as they run, seeds included.
 
-    In the order of the generated code: nothing in a graph ties them together, the scheduler may swap them.
+    In the order of the generated code: nothing in a graph ties them together, so the scheduler may swap them,
+    and it may lay out a result in another way.
     """
-    origins = [
-        origin
-        for scheduled in lowering.scheduler.nodes
-        for part in scheduled.get_nodes()
-        if isinstance(part.node, ExternKernel)
-        for origin in part.node.origins
-    ]
-    return tuple(dict.fromkeys(origin.name for origin in origins if _draws(origin)))
+    found: dict[str, tuple[int, ...]] = {}
+    for scheduled in lowering.scheduler.nodes:
+        for part in scheduled.get_nodes():
+            if isinstance(part.node, ExternKernel):
+                names = [origin.name for origin in part.node.origins if _draws(origin)]
+                found |= {name: _strides(part.node) for name in names if name not in found}
+    return tuple(found.items())
+
+
+def _strides(kernel: Any) -> tuple[int, ...]:
+    """Of what the kernel fills: its own result, or the first of its inputs if it works in place."""
+    filled = kernel.inputs[0] if kernel.get_mutation_names() else kernel
+    try:
+        strides = tuple(filled.get_stride())
+    except NotImplementedError:  # several results
+        return ()
+    return tuple(int(s) for s in strides)  # sizes are static here
 
 
 def _draws(node: torch.fx.Node) -> bool:

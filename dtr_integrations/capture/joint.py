@@ -19,6 +19,7 @@ from torch.utils import _pytree as pytree
 
 from .._compat import COMPILED_ROOT, partitioners
 from ..core.graph import JointGraph, Op, OpKind, Phase
+from ..core.plan import Draw
 from .costs import Rates, op_cost_ms
 
 _aten = torch.ops.aten
@@ -176,7 +177,7 @@ class Draft:
     checkpointed: tuple[str, ...] = ()  # module paths inside the user's own activation checkpointing
     forward_buffers: frozenset[str] | None = None
     backward_buffers: frozenset[str] | None = None
-    draws: tuple[str, ...] = ()  # names of ops that draw from a generator, as the forward's code runs them
+    draws: tuple[tuple[str, tuple[int, ...]], ...] = ()  # see `dryrun.draws_of`
 
     def finish(self) -> JointGraph:
         """The graph as plain data, with what the dry run added."""
@@ -193,7 +194,11 @@ class Draft:
             default_saved=self.default_saved,
             save_sets=dict(self.save_sets),
             buffers=buffers,
-            draws=tuple(self.index_by_name[name] for name in self.draws if name in self.index_by_name),
+            draws=tuple(
+                Draw(op=self.index_by_name[name], strides=strides)
+                for name, strides in self.draws
+                if name in self.index_by_name
+            ),
         )
 
     def _indices(self, names: frozenset[str]) -> frozenset[int]:

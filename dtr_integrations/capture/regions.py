@@ -11,7 +11,7 @@ import torch
 
 from .._compat import GraphLowering, keeps_graph
 from ..core.profile import RegionProfile
-from .dryrun import Call, buffer_names, draw_names
+from .dryrun import Call, buffer_names, draws_of
 from .fake import FakeWorld
 from .joint import Draft
 
@@ -90,7 +90,7 @@ class RegionWatcher:
                 graph.draft.backward_buffers = names
             else:
                 graph.draft.forward_buffers = names
-                graph.draft.draws = draw_names(lowering)
+                graph.draft.draws = draws_of(lowering)
         if not lowering.is_backward:
             call = self._followed(lowering, call, graph.num_forward_outputs)
         run = self._backward if lowering.is_backward else self._forward

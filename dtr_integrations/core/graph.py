@@ -16,6 +16,8 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from functools import cached_property
 
+from .plan import Draw
+
 
 class OpKind(StrEnum):
     """How the compiler treats an op: decides what becomes a buffer of its own."""
@@ -71,8 +73,8 @@ class JointGraph:
     the batch); `default_saved` is the save set of torch's own min-cut, `save_sets` the same at other
     strictnesses, by name. `buffers` are the ops whose value Inductor gave a buffer of its own when it
     generated the default graphs (learnt from its codegen; `None` before that): (in the forward, in the
-    backward). `draws` are the forward's ops that draw from a generator, in the order in which the generated
-    code of the default runs them: in another order they would get other numbers.
+    backward). `draws` are the forward's ops that draw from a generator, in the order and with the layout
+    that they have in the generated code of the default.
     """
 
     fingerprint: str
@@ -84,7 +86,7 @@ class JointGraph:
     default_saved: tuple[int, ...]
     save_sets: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
     buffers: tuple[frozenset[int], frozenset[int]] | None = None
-    draws: tuple[int, ...] = ()
+    draws: tuple[Draw, ...] = ()
 
     @cached_property
     def users(self) -> tuple[tuple[int, ...], ...]:

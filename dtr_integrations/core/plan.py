@@ -23,6 +23,16 @@ class Recompute:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class Draw:
+    """An op of the forward that draws from a generator as it runs, and the strides in which it fills its
+    result (none: they do not matter). Another place in the order, or another layout, gets other
+    numbers."""
+
+    op: int
+    strides: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class GraphSchedule:
     """What one joint graph saves and what it recomputes, by op index.
 
@@ -35,7 +45,7 @@ class GraphSchedule:
     saved: tuple[int, ...]
     recompute: tuple[Recompute, ...]
     default: bool = False
-    draws: tuple[int, ...] = ()
+    draws: tuple[Draw, ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -110,7 +120,7 @@ class Plan:
                     saved=tuple(g["saved"]),
                     recompute=tuple(Recompute(**r) for r in g["recompute"]),
                     default=g["default"],
-                    draws=tuple(g["draws"]),
+                    draws=tuple(Draw(op=d["op"], strides=tuple(d["strides"])) for d in g["draws"]),
                 )
                 for g in data["schedule"]
             )
