@@ -21,7 +21,7 @@ from .capture.uncompiled import uncompiled_peak_bytes
 from .core.graph import JointGraph, Phase, RegionKind, StepGraph
 from .core.plan import GraphSchedule, Plan
 from .core.profile import StepProfile
-from .core.schedule import default_schedules
+from .core.schedule import default_schedules, faithful_schedule
 from .core.simulate import Correction, Observation, calibrate, correct
 from .distributed import Reserve
 from .errors import BudgetInfeasible, CaptureError, CertifyError, PlanMismatch
@@ -112,7 +112,7 @@ def make_plan(
         breakdown=dict(best.profile.breakdown),
         reserve=dict(reserve.lines),
         mode=mode,
-        notes=advice,
+        notes=(*advice, *_faults_of_default(captured)),
     )
     return Planned(
         plan=plan,
@@ -173,9 +173,12 @@ class _Bench:
     observations: list[Observation] = field(default_factory=list)
 
     def default(self) -> Certified:
-        """Torch's own partition: certified by the capture itself."""
+        """Torch's own partition: certified by the capture itself, where it is carried out as it is."""
+        schedules = tuple(map(faithful_schedule, self.captured.step.graphs))
+        if not all(schedule.default for schedule in schedules):
+            return self.run(schedules)
         return Certified(
-            schedules=default_schedules(self.captured.step.graphs),
+            schedules=schedules,
             slowdown=1.0,
             simulated_bytes=self.captured.default.peak_bytes,
             profile=self.captured.default,
@@ -184,7 +187,7 @@ class _Bench:
     def point(self, point: FrontierPoint) -> Certified:
         """The exact peak of a point of the frontier."""
         if all(schedule.default for schedule in point.schedules):
-            return self.default()
+            self.seen[point.schedules] = self.default()
         known = self.seen.get(point.schedules)
         if known is None:
             run = self._dry(point.schedules)
@@ -199,7 +202,7 @@ class _Bench:
         return known
 
     def run(self, schedules: tuple[GraphSchedule, ...]) -> Certified:
-        """The exact peak of schedules from elsewhere (a plan file)."""
+        """The exact peak of schedules that the search did not find."""
         from .core.simulate import simulate_step
 
         if all(schedule.default for schedule in schedules):
@@ -313,6 +316,7 @@ def plan_unknown(
     frontier = search(problem)
     point = frontier.at(target - max(known_error, 0)) or frontier.lowest
     schedule = next(s for s in point.schedules if s.fingerprint == graph.fingerprint)
+    schedule = faithful_schedule(graph) if schedule.default else schedule
     return schedule, point.peak_bytes, point.slowdown
 
 
@@ -401,6 +405,23 @@ def _infeasible(
         reserve_bytes=reserve.total_bytes,
         holders=frontier.holders,
         would_fit=advice if captured.step.graphs else (nothing,),
+    )
+
+
+def _faults_of_default(captured: Captured) -> tuple[str, ...]:
+    """A note when torch's own partition would compute wrong gradients, so that the plan is never that one."""
+    modules = {
+        graph.ops[index].module or "the model"
+        for graph in captured.step.graphs
+        if not faithful_schedule(graph).default
+        for index in graph.stale
+    }
+    if not modules:
+        return ()
+    return (
+        f"{', '.join(sorted(modules))}: the forward reads a buffer and then overwrites it. torch.compile by "
+        "itself reads it again in the backward, where it has its new value, and gets wrong gradients; the "
+        "plan saves what was read",
     )
 
 

@@ -47,6 +47,21 @@ class CalledTwice(nn.Module):
         return self.body(self.body(x) + 1)
 
 
+class CountsThenReads(nn.Module):
+    """A buffer that the forward writes to before it reads it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = Tanh()
+        self.register_buffer("calls", torch.zeros(()))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.calls.add_(1)
+        for layer in self.body.layers:
+            x = torch.tanh(layer(x)) * (1 + 0.5 * self.calls)
+        return x
+
+
 class LoRA(nn.Module):
     """Frozen layers, each with a trainable low-rank path beside it."""
 

@@ -228,10 +228,9 @@ def test_the_gate_sees_a_replay_with_another_dropout_mask(tmp_path: Path) -> Non
         )
     ).step.graphs[0]
     seeds = {op.index for op in graph.ops if "inductor_seeds" in op.target}
-    masks = {op.index for op in graph.ops if "inductor_random" in op.target}
     assert seeds
     careless = replace(graph, ops=tuple(replace(op, replayable=True) for op in graph.ops))
-    readers = {i for i in range(len(graph.ops)) if masks & _ancestors(graph, i)}
+    readers = {i for i in range(len(graph.ops)) if seeds & _ancestors(graph, i)}
     saved = [i for i in plan.schedule[0].saved if i not in seeds | readers]
     wrong = replace(plan, schedule=(schedule_for(careless, saved),))
     assert seeds & {r.value for r in wrong.schedule[0].recompute}
@@ -265,9 +264,9 @@ class Noisy(nn.Module):
         return nn.functional.dropout(self.two(x).relu(), 0.5, self.training)
 
 
-def test_ops_that_draw_from_the_generator_run_in_the_order_of_the_default(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+@pytest.fixture
+def generated(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The sources of the wrappers that dry runs execute, in order: forward, backward, ..."""
     sources: list[str] = []
     run_dry = dryrun.dry_call
 
@@ -275,11 +274,15 @@ def test_ops_that_draw_from_the_generator_run_in_the_order_of_the_default(
         sources.append(source)
         return run_dry(source, *args)
 
+    monkeypatch.setattr(dryrun, "dry_call", noted)
+    return sources
+
+
+def test_ops_that_draw_from_the_generator_run_in_the_order_of_the_default(generated: list[str]) -> None:
     def order() -> list[str]:
-        forward, _ = sources[-2:]
+        forward, _ = generated[-2:]
         return re.findall(r"aten\.(bernoulli_|randint)", forward)
 
-    monkeypatch.setattr(dryrun, "dry_call", noted)
     source = ModuleStep(model=Noisy(), args=(torch.randn(64, 32),))
     (graph,) = capture(source).step.graphs
     default = order()
@@ -291,21 +294,14 @@ def test_ops_that_draw_from_the_generator_run_in_the_order_of_the_default(
         assert order() == expected
 
 
-def test_a_mask_is_drawn_with_the_layout_of_the_default(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_mask_is_drawn_with_the_layout_of_the_default(generated: list[str]) -> None:
     """In place, so in the order of its storage: laid out otherwise, other elements would be dropped."""
-    sources: list[str] = []
-    run_dry = dryrun.dry_call
-
-    def noted(source: str, *args: Any) -> Any:
-        sources.append(source)
-        return run_dry(source, *args)
 
     def strides() -> str:
-        forward, _ = sources[-2:]
+        forward, _ = generated[-2:]
         (mask,) = re.findall(r"aten\.bernoulli_\.float\((\w+),", forward)
         return re.findall(rf"{mask} = empty_strided_cpu\(\([^)]*\), \(([^)]*)\)", forward)[0]
 
-    monkeypatch.setattr(dryrun, "dry_call", noted)
     model = nn.Sequential(nn.Conv2d(4, 8, 3, padding=1), nn.AlphaDropout(0.1), nn.Conv2d(8, 4, 1))
     source = ModuleStep(model=model, args=(torch.randn(2, 4, 8, 8),))
     (graph,) = capture(source).step.graphs

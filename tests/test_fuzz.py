@@ -20,15 +20,18 @@ from typing import Any
 import pytest
 import torch
 from fuzz_modules import Sample, build
-from gate import Trained, train
+from gate import Trained, train, worst
+from torch.utils.checkpoint import CheckpointPolicy
 
 import dtr_integrations
+from dtr_integrations._compat import CustomPartitionerFn, partitioners
 from dtr_integrations.errors import BudgetInfeasible, NothingPlanned, PlanWarning
 
 STEPS = 2  # the second one is measured
 TOLERANCE = 1e-5  # in norm per tensor: float32 sums in another order
 # bfloat16 keeps 8 bits, and the compiler rounds a value to it only where it is stored; a plan stores others.
 LOW_PRECISION_TOLERANCE = 2e-2
+AS_FAR = 2  # times as far from float64 as the default is, where that is more than the tolerance
 SEEDS, CHUNK = 300, 30
 QUICK = (0, 4, 7, 16, 19, 24)
 
@@ -48,7 +51,7 @@ class Outcome:
     predicted_bytes: int = 0
     measured_bytes: int = 0
     prediction_error: float = 0.0
-    rounding: str = ""  # a tensor whose difference is rounding, by the float64 reference
+    difference: str = ""  # the worst that is rounding, or torch's fault
 
 
 class Mismatch(AssertionError):
@@ -92,8 +95,14 @@ def run_seed(seed: int) -> Outcome:
     check(report.peak_allocated_bytes <= budget, f"measured {report.peak_allocated_bytes:,} > {budget:,}")
     check(torch.equal(state, random_state), "the random state afterwards differs")
     if budget >= session.plan.default_allocated_bytes:
-        check(session.plan.is_default, "the budget does not bind, but the plan is not the default")
-    rounding = compare(seed, ours, reference, sample.autocast or sample.low_precision)
+        check(
+            session.plan.is_default or any("wrong gradients" in note for note in session.plan.notes),
+            "the budget does not bind, but the plan is not the default",
+        )
+    try:
+        difference = compare(seed, ours, reference, sample.autocast or sample.low_precision)
+    except Mismatch as mismatch:
+        difference = fault_of_torch(seed, ours, reference, mismatch)
     return Outcome(
         seed=seed,
         kind=kind + ("default" if session.plan.is_default else "planned"),
@@ -103,7 +112,7 @@ def run_seed(seed: int) -> Outcome:
         predicted_bytes=report.predicted_allocated_bytes,
         measured_bytes=report.peak_allocated_bytes,
         prediction_error=report.prediction_error,
-        rounding=rounding,
+        difference=difference,
     )
 
 
@@ -154,29 +163,64 @@ def planned(sample: Sample, budget_bytes: int) -> tuple[Trained, Any, torch.Tens
 
 
 def compare(seed: int, ours: Trained, reference: Trained, low_precision: bool) -> str:
-    """Check all numbers. A difference above the tolerance has to be rounding: the same training in float64 is
-    then as near to the plan as to the default, and both are near by the measure of the largest tensor."""
+    """Check all numbers. A difference above the tolerance has to be rounding: the plan is then not much
+    farther from the same training in float64 than the default is. That training counts only if its loss is
+    the default's: then it has drawn the same random numbers.
+
+    Returns the worst of those.
+    """
     tolerance = LOW_PRECISION_TOLERANCE if low_precision else TOLERANCE
     exact: Trained | None = None
-    worst = ""
+    worst, found = 0.0, ""
     for step, (a, b) in enumerate(zip(ours.states, reference.states, strict=True)):
         check(a.keys() == b.keys(), f"tensors differ: {sorted(a.keys() ^ b.keys())}")
         for name in b:
             difference, norm = distance(a[name], b[name]), b[name].double().norm().item()
             if difference <= tolerance * norm or difference == 0:
                 continue
-            where = f"{name} at step {step}: {difference:.2e} of {norm:.2e}"
             if exact is None:
                 torch._dynamo.reset()
                 exact, _ = trained_by_torch(build(seed, dtype=torch.float64))
-            truth = exact.states[step][name]
-            off, allowed = distance(a[name], truth), distance(b[name], truth)
-            where += f" (from float64: {off:.2e}, the default {allowed:.2e})"
-            largest = max(b[n].double().norm().item() for n in b if n.split()[0] == name.split()[0])
-            near = allowed <= 10 * tolerance * largest
-            check(near and off <= 10 * allowed + tolerance * truth.norm().item(), where)
-            worst = worst or where
-    return worst
+            truth = exact.states[step]
+            off, allowed = distance(a[name], truth[name]), distance(b[name], truth[name])
+            where = (
+                f"{name} at step {step}: {difference:.2e} of {norm:.2e} "
+                f"(from float64: {off:.2e}, the default {allowed:.2e})"
+            )
+            same_draws = distance(b["loss"], truth["loss"]) <= tolerance * truth["loss"].norm().item()
+            check(same_draws, f"{where}; float64 draws other numbers")
+            check(off <= AS_FAR * allowed + tolerance * truth[name].norm().item(), where)
+            if difference / (norm or 1.0) > worst:
+                worst, found = difference / (norm or 1.0), where
+    return found
+
+
+class Repaired(CustomPartitionerFn):
+    """Torch's own partitioner, told not to run again what reads an input that the forward overwrites."""
+
+    def __call__(self, gm: Any, inputs: Any, **kwargs: Any) -> Any:
+        overwritten = {n.args[0] for n in gm.graph.nodes if n.target is torch.ops.aten.copy_.default}
+        for node in gm.graph.nodes:
+            if node.op == "call_function" and not overwritten.isdisjoint(node.all_input_nodes):
+                node.meta["recompute"] = CheckpointPolicy.MUST_SAVE
+        return partitioners.min_cut_rematerialization_partition(gm, inputs, **kwargs)
+
+    def uuid(self) -> Any:
+        return None
+
+
+def fault_of_torch(seed: int, ours: Trained, reference: Trained, mismatch: Mismatch) -> str:
+    """Where the compiled default differs from itself without its known fault, while the plan does not.
+
+    Raises `mismatch` when that is not so.
+    """
+    with torch._inductor.config.patch(custom_partitioner_fn=Repaired()):
+        torch._dynamo.reset()
+        right, _ = trained_by_torch(build(seed))
+    error, where = worst(reference, right)
+    if error <= TOLERANCE or worst(ours, right)[0] > TOLERANCE:
+        raise mismatch
+    return f"the default reads an overwritten buffer, and is {error:.1e} off in {where}; the plan is not"
 
 
 def distance(a: torch.Tensor, b: torch.Tensor) -> float:

@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
+from hard_models import CountsThenReads
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
@@ -154,6 +155,16 @@ def test_a_binding_plan_is_the_same_training_and_nothing_real_changes() -> None:
     assert ("Python state", "norm.training", "default") in compared
     assert not any(name.startswith("layers.1.") for kind, name, _ in compared if kind == "gradient")
     assert any("draws random numbers" in note for note in report.notes)
+
+
+def test_a_wrong_default_is_told_from_a_wrong_plan() -> None:
+    """Torch's own partition reads a buffer again that the forward has overwritten; the plan does not."""
+    torch.manual_seed(0)
+    model = CountsThenReads()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    report = verified((model, torch.randn(8, 32), optimizer))
+    assert report.ok, report
+    assert any(row.note.startswith("the default compile is wrong") for row in report.rows), report
 
 
 def test_rounding_is_told_from_faults() -> None:

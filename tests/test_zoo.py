@@ -14,8 +14,8 @@ import torch
 pytest.importorskip("transformers", reason="the zoo's models come from the extra `transformers`")
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "recipes" / "benchmarks"))
 
-from gate import Trained
-from zoo import Row, difference, run_family, table
+from gate import Trained, worst
+from zoo import ROUNDING, Row, run_family, table
 from zoo_families import Family, load, register
 
 QUICK = ("gpt2", "mixtral", "bert", "vit")
@@ -44,19 +44,19 @@ def test_a_family_trains_the_same_under_its_budget(name: str, record_property: A
 def test_the_comparison_sees_one_wrong_gradient() -> None:
     good = {"loss": torch.tensor(1.0), "grad a": torch.ones(4), "grad b": torch.ones(4)}
     bad = {**good, "grad b": torch.tensor([1.0, 1.0, 1.0, 1.001])}
-    error, where = difference(Trained([good, bad]), Trained([good, good]))
+    error, where = worst(Trained([good, bad]), Trained([good, good]))
     assert error == pytest.approx(0.0005, rel=1e-3)
     assert where == "grad b at step 1"
-    assert difference(Trained([good]), Trained([good])) == (0.0, "")
-    assert difference(Trained([{"loss": torch.tensor(float("nan"))}]), Trained([good]))[0] == float("inf")
+    assert worst(Trained([good]), Trained([good])) == (0.0, "")
+    assert worst(Trained([{"loss": torch.tensor(float("nan"))}]), Trained([good]))[0] == float("inf")
 
 
 def test_a_gradient_that_is_rounding_on_both_sides_does_not_count() -> None:
     good = {"grad a": torch.ones(4), "grad zero": torch.full((4,), 1e-9)}
     noise = {**good, "grad zero": torch.full((4,), -3e-9)}
     wrong = {**good, "grad zero": torch.full((4,), 1e-3)}
-    assert difference(Trained([noise]), Trained([good]))[0] == 0.0
-    assert difference(Trained([wrong]), Trained([good]))[0] > 1
+    assert worst(Trained([noise]), Trained([good]), rounding=ROUNDING)[0] == 0.0
+    assert worst(Trained([wrong]), Trained([good]), rounding=ROUNDING)[0] > 1
 
 
 def test_a_row_passes_only_with_everything_proven() -> None:

@@ -178,6 +178,7 @@ class Draft:
     forward_buffers: frozenset[str] | None = None
     backward_buffers: frozenset[str] | None = None
     draws: tuple[tuple[str, tuple[int, ...]], ...] = ()  # see `dryrun.draws_of`
+    stale: frozenset[int] = frozenset()  # see `_read_overwritten`
 
     def finish(self) -> JointGraph:
         """The graph as plain data, with what the dry run added."""
@@ -199,6 +200,7 @@ class Draft:
                 for name, strides in self.draws
                 if name in self.index_by_name
             ),
+            stale=self.stale,
         )
 
     def _indices(self, names: frozenset[str]) -> frozenset[int]:
@@ -213,6 +215,7 @@ def describe(
     index = {node: i for i, node in enumerate(nodes)}
     static_positions = set(static_inputs or ())
     phases = _phases(gm, num_forward_outputs, static_inputs)
+    stale = _read_overwritten(nodes, phases)
     ops: list[Op] = []
     storage_bytes: list[int] = []
     value_of: dict[fx.Node, int] = {}
@@ -276,7 +279,7 @@ def describe(
                 storages=created,
                 value=own,
                 cost_ms=0.0 if free else op_cost_ms(node, rates, extern=kind is OpKind.EXTERN),
-                replayable=kind is OpKind.INPUT or is_replayable(node),
+                replayable=kind is OpKind.INPUT or (is_replayable(node) and node not in stale),
                 saveable=isinstance(value, (torch.Tensor, torch.SymInt, int)) and kind is not OpKind.INPUT,
             )
         )
@@ -291,7 +294,28 @@ def describe(
         index_by_name={node.name: i for node, i in index.items()},
         static=static,
         checkpointed=tuple(dict.fromkeys(_module_path(n) for n in nodes if "ac_graph_id" in n.meta)),
+        stale=frozenset(index[n] for n in stale),
     )
+
+
+def _read_overwritten(nodes: list[fx.Node], phases: dict[fx.Node, Phase]) -> set[fx.Node]:
+    """Ops that read an input which the forward overwrites at its end (a counter, a running statistic).
+
+    In the backward the input has its new value, so these cannot be run again. Torch's own min-cut does run
+    them again (2.13): gradients of a compiled model that reads a buffer after writing to it are wrong.
+    """
+    old = {
+        node.args[0] for node in nodes if node.target is _aten.copy_.default and phases[node] is Phase.FORWARD
+    }
+    found: set[fx.Node] = set()
+    for node in nodes:
+        if node.target is _aten.copy_.default or old.isdisjoint(node.all_input_nodes):
+            continue
+        if node.op == "call_function":
+            found.add(node)
+            if _is_view(node):
+                old.add(node)
+    return found
 
 
 def _allocated_bytes(value: torch.Tensor) -> int:

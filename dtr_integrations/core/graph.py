@@ -74,7 +74,8 @@ class JointGraph:
     strictnesses, by name. `buffers` are the ops whose value Inductor gave a buffer of its own when it
     generated the default graphs (learnt from its codegen; `None` before that): (in the forward, in the
     backward). `draws` are the forward's ops that draw from a generator, in the order and with the layout
-    that they have in the generated code of the default.
+    that they have in the generated code of the default. `stale` are ops that read an input which the forward
+    overwrites at its end: they cannot be run again in the backward.
     """
 
     fingerprint: str
@@ -87,6 +88,7 @@ class JointGraph:
     save_sets: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
     buffers: tuple[frozenset[int], frozenset[int]] | None = None
     draws: tuple[Draw, ...] = ()
+    stale: frozenset[int] = frozenset()
 
     @cached_property
     def users(self) -> tuple[tuple[int, ...], ...]:

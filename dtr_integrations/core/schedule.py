@@ -20,7 +20,7 @@ backward).
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from .graph import JointGraph, Op, Phase
 from .plan import GraphSchedule, Recompute
@@ -30,6 +30,7 @@ __all__ = [
     "backward_program",
     "default_schedule",
     "default_schedules",
+    "faithful_schedule",
     "forward_program",
     "is_tangent",
     "must_save",
@@ -119,6 +120,17 @@ def default_schedule(graph: JointGraph) -> GraphSchedule:
 def default_schedules(graphs: Iterable[JointGraph]) -> tuple[GraphSchedule, ...]:
     """`default_schedule` of each graph."""
     return tuple(default_schedule(graph) for graph in graphs)
+
+
+def faithful_schedule(graph: JointGraph) -> GraphSchedule:
+    """What stands for the default in a plan: torch's own partition, unless that computes wrong numbers.
+
+    Torch's min-cut (2.13) runs ops again that read an input which the forward has overwritten since. Where
+    the default does that, this is its save set and the values of those ops, and not `default`.
+    """
+    schedule = default_schedule(graph)
+    run_again = graph.stale.intersection(schedule.saved).difference(graph.default_saved)
+    return replace(schedule, default=not run_again)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

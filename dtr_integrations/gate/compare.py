@@ -26,6 +26,7 @@ from typing import Any
 
 import torch
 
+from .._randomness import same_random_state
 from .run import Key, Trained, same_value
 
 DEFAULT, EAGER, ITSELF = "default", "eager", "itself"
@@ -152,7 +153,9 @@ def compare(
         )
 
     for name in other.random:
-        exact("random state", name, _same_state(one.random.get(name), other.random[name]), "another state")
+        exact(
+            "random state", name, same_random_state(one.random.get(name), other.random[name]), "another state"
+        )
     for name in other.hook_calls | one.hook_calls:
         calls, others = one.hook_calls[name], other.hook_calls[name]
         exact("hook calls", name, calls == others, f"{calls} calls, not {others}")
@@ -205,10 +208,6 @@ def _norm(tensor: torch.Tensor) -> float:
 
 def _wide(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.to(torch.complex128 if tensor.is_complex() else torch.float64)
-
-
-def _same_state(one: Any, other: Any) -> bool:
-    return torch.equal(one, other) if isinstance(other, torch.Tensor) else bool(one == other)
 
 
 def _kind_of(tensor: torch.Tensor) -> str:

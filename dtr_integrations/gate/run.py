@@ -4,7 +4,6 @@ optimizer state, random state, Python state."""
 from __future__ import annotations
 
 import contextlib
-import random
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager
@@ -18,7 +17,7 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from .._compat import compile_call, compile_fx, leave_out
-from .._randomness import preserved_randomness
+from .._randomness import preserved_randomness, random_state
 from ..apply.dispatch import InPlace
 from ..apply.partitioner import PlanPartitioner
 from ..capture.source import FakeStep, StepSource
@@ -93,7 +92,7 @@ def train(
                     step.run()
                 trained.steps.append(record.take())
         trained.steps[-1].update(_final(step))
-        trained.random = _random_state()
+        trained.random = random_state()
         trained.python = python_state(step.model)
         trained.changed = tuple(
             n for n, v in trained.python.items() if not same_value(v, before.get(n, _ABSENT))
@@ -248,18 +247,6 @@ def _kept(value: Any) -> torch.Tensor:
         return torch.tensor(value, dtype=torch.float64)
     value = value.detach()
     return (value.to_dense() if value.layout is not torch.strided else value).to("cpu", copy=True)
-
-
-def _random_state() -> dict[str, Any]:
-    state: dict[str, Any] = {"torch": torch.get_rng_state(), "Python": random.getstate()}
-    if torch.cuda.is_available() and torch.cuda.is_initialized():
-        state["CUDA"] = torch.stack(torch.cuda.get_rng_state_all())
-    with contextlib.suppress(ImportError):
-        import numpy
-
-        made = numpy.random.get_state(legacy=False)["state"]
-        state["numpy"] = (made["key"].tolist(), made["pos"])
-    return state
 
 
 def python_state(model: nn.Module) -> dict[str, Any]:

@@ -29,12 +29,12 @@ ROOT = Path(__file__).resolve().parents[2]
 sys.path[:0] = [str(Path(__file__).resolve().parent), str(ROOT / "tests"), str(ROOT)]
 
 import torch  # noqa: E402
-from gate import Trained, train  # noqa: E402
+from gate import Trained, train, worst  # noqa: E402
 from torch import nn  # noqa: E402
+from torchs_own import Split  # noqa: E402
 from zoo_families import Family, load  # noqa: E402
 
 import dtr_integrations  # noqa: E402
-from dtr_integrations._compat import CustomPartitionerFn, partitioners  # noqa: E402
 from dtr_integrations.capture.source import ModuleStep  # noqa: E402
 from dtr_integrations.capture.step import dry_step  # noqa: E402
 from dtr_integrations.errors import DTRError  # noqa: E402
@@ -99,18 +99,6 @@ class Row:
             and self.error_default <= 1e-5
             and eager_ok
         )
-
-
-class TorchsOwn(CustomPartitionerFn):
-    """Torch's own partitioner, as a dry run wants one."""
-
-    def __call__(self, gm: Any, joint_inputs: Any, **kwargs: Any) -> Any:
-        """See torch's `CustomPartitionerFn`."""
-        return partitioners.min_cut_rematerialization_partition(gm, joint_inputs, **kwargs)
-
-    def uuid(self) -> Any:
-        """See torch's `CustomPartitionerFn`."""
-        return "zoo"
 
 
 class Bench:
@@ -178,7 +166,7 @@ class Bench:
             model, batch, optimizer = self.build()
             source = ModuleStep(model=model, kwargs=batch, optimizer=optimizer)
             with torch._functorch.config.patch(activation_memory_budget=ratio):
-                peaks[ratio] = dry_step(source, TorchsOwn()).profile.peak_bytes
+                peaks[ratio] = dry_step(source, Split()).profile.peak_bytes
         return min(peaks, key=lambda ratio: abs(peaks[ratio] - budget_bytes))
 
     def trained(self, *, compiled: bool, fallback_random: bool = False) -> Trained:
@@ -216,24 +204,6 @@ def batch_bytes(batch: Any) -> int:
     return sum({t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in leaves}.values())
 
 
-def difference(one: Trained, other: Trained) -> tuple[float, str]:
-    """The largest ‖a − b‖ / ‖b‖ over losses, gradients and buffers of all steps, and whose it is."""
-    found = (0.0, "")
-    for number, (a, b) in enumerate(zip(one.states, other.states, strict=True)):
-        if a.keys() != b.keys():
-            return float("inf"), f"step {number}: {sorted(a.keys() ^ b.keys())[:3]} are on one side only"
-        whole = sum(t.double().norm().item() ** 2 for name, t in b.items() if name.startswith("grad ")) ** 0.5
-        for name in b:
-            x, y = a[name].double(), b[name].double()
-            norm = y.norm().item()
-            if name.startswith("grad ") and max(norm, x.norm().item()) < ROUNDING * whole:
-                continue
-            error = (x - y).norm().item() / (norm or 1.0)
-            if not error <= found[0]:  # NaN counts as worst
-                found = (error, f"{name} at step {number}")
-    return found
-
-
 def run_family(family: Family, *, skip: tuple[str, ...] = ()) -> Row:
     """Everything about one family. `skip`: "eager" (the comparison with eager), "torch" (its own budget)."""
     bench, row = Bench(family), Row(family=family.name)
@@ -257,17 +227,17 @@ def run_family(family: Family, *, skip: tuple[str, ...] = ()) -> Row:
     if session.plan is None:
         return row
     with laps(row, "compare"):
-        row.error_default, row.where_default = difference(trained, default)
+        row.error_default, row.where_default = worst(trained, default, rounding=ROUNDING)
         if "eager" not in skip:
             row.random = bench.is_random()
             if row.random:
                 trained, _ = bench.planned(row.budget_bytes, fallback_random=True)
             eager = bench.trained(compiled=False)
-            row.error_eager, row.where_eager = difference(trained, eager)
+            row.error_eager, row.where_eager = worst(trained, eager, rounding=ROUNDING)
             if row.error_eager > 1e-4:
                 if row.random:
                     default = bench.trained(compiled=True, fallback_random=True)
-                row.error_eager_of_default = difference(default, eager)[0]
+                row.error_eager_of_default = worst(default, eager, rounding=ROUNDING)[0]
     if "torch" not in skip:
         with laps(row, "torch"):
             ratio = bench.nearest_ratio(row.budget_bytes)

@@ -10,60 +10,56 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
-import sys
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import fx, nn
+from torch import nn
 
-from ._randomness import preserved_randomness
-from .apply import registry
-from .apply.dispatch import InPlace
-from .apply.partitioner import PlanPartitioner, planned_options
-from .capture.closure import FunctionStep, tensors_of
-from .capture.joint import fingerprint
-from .capture.source import StepSource
-from .capture.step import Captured, Parts, reason
-from .config import DTRConfig
-from .core.peak import PeakReport
-from .core.plan import GraphSchedule, Plan
-from .distributed import Reserve, reserve_for
-from .errors import (
+from .._randomness import preserved_randomness
+from ..apply import registry
+from ..apply.dispatch import InPlace
+from ..apply.partitioner import PlanPartitioner, planned_options
+from ..capture.closure import FunctionStep, tensors_of
+from ..capture.source import StepSource
+from ..capture.step import Captured, Parts, reason
+from ..config import DTRConfig
+from ..core.peak import PeakReport
+from ..core.plan import Plan
+from ..distributed import Reserve, reserve_for
+from ..errors import (
     BudgetInfeasible,
     CaptureError,
     CertifyError,
     CompileError,
     ConfigError,
     DTRError,
-    NothingPlanned,
     PlanMismatch,
     PlanWarning,
     VerificationFailed,
 )
-from .gate import VerifyReport, check
-from .measure import (
-    PeakLog,
-    TracedPeak,
-    device_total_bytes,
-    is_measured,
-    live_bytes,
-    static_bytes,
-    tensors_in,
-    trace_step,
+from ..gate import VerifyReport, check
+from ..measure import PeakLog, StepTrace, TracedPeak, device_total_bytes, is_measured, live_bytes, tensors_in
+from ..pipeline import Planned, Progress, make_plan, planned_partitioner, silent
+from ..units import format_bytes
+from .decisions import Decisions
+from .notices import (
+    WHAT_TO_DO,
+    say_plan,
+    shown,
+    warn_of_checkpointing,
+    warn_of_excess,
+    warn_of_last_graph,
+    warn_of_nothing,
+    why_nothing,
 )
-from .pipeline import Planned, Progress, make_plan, plan_unknown, planned_partitioner, silent
-from .units import format_bytes
+from .peaks import StepPeaks
 
 log = logging.getLogger("dtr_integrations")
 _MAX_REPLANS = 2
 _MAX_GROWTHS = 4
-_WHAT_TO_DO = (
-    "Mark it with torch.compiler.disable, name what does compile with targets=[...], or see the cause with "
-    "torch.compile(module) alone."
-)
 
 
 class BudgetSession:
@@ -103,16 +99,18 @@ class BudgetSession:
         self._in_place: InPlace | None = None
         self._installed: tuple[str, ...] = ()
         self._registered = ""
-        self._unknown: dict[str, GraphSchedule] = {}
         self._learnt_bytes = 0  # what measuring showed to be missing from the prediction
         self._replans = 0
         self._settled = False  # planned, or given up on
         self._closed = False
         self._parts: Parts | None = None  # what torch.compile can take, if that is not every target
         self._failed: dict[str, str] = {}  # targets that failed when they ran for real, since the last plan
-        self._earlier: dict[str, GraphSchedule] = {}  # of plans that this run has outgrown
         self._batch_bytes = 0  # of the largest batch that was planned for
+        self._growths = 0  # how often a batch was larger
+        self._verified = False
         self._measured_before_plan = 0
+        self._peaks = StepPeaks(model, self.optimizers, self.device)
+        self._decisions = Decisions(self.device.type, self._measure_soon)
         self._log: PeakLog | None = None
 
     # -- what users read -------------------------------------------------------------------------------------
@@ -140,7 +138,7 @@ class BudgetSession:
     @property
     def report(self) -> str:
         """The plan and the measured peaks as text for people."""
-        from .report import session_text  # rich is only needed when somebody looks
+        from ..report import session_text  # rich is only needed when somebody looks
 
         return session_text(self.planned, self.reports)
 
@@ -165,8 +163,6 @@ class BudgetSession:
             self._batch_bytes = max(self._batch_bytes, size_bytes)
         return self.needs_plan
 
-    _growths = 0
-
     def install(
         self, targets: Mapping[str, nn.Module], before_call: Callable[..., None] | None = None
     ) -> None:
@@ -175,7 +171,7 @@ class BudgetSession:
         self._in_place = InPlace(
             targets, before_call or (lambda name, args, kwargs: None), self._compile_failed
         )
-        self._in_place.last_graph = self._say_last_graph
+        self._in_place.last_graph = lambda name, limit: warn_of_last_graph(self._named(name), limit)
 
     def prepare(self, source: StepSource) -> None:
         """Plan the step that `source` describes and compile by it from now on. Before any real forward.
@@ -213,9 +209,8 @@ class BudgetSession:
         except DTRError:
             self._settled = False
             raise
-        except (
-            Exception
-        ) as error:  # ours, not the user's: it must not end a training that would go on without
+        except Exception as error:
+            # Ours, not the user's: it must not end a training that would go on without.
             if self.config.fallback == "error":
                 raise CaptureError(f"planning failed: {reason(error)}") from error
             log.exception("planning failed; please report this")
@@ -226,11 +221,11 @@ class BudgetSession:
             raise
         self._say_what_is_left_out(planned.captured)
         if planned.captured.checkpointed:
-            _warn_of_checkpointing(planned)
+            warn_of_checkpointing(planned)
         if not planned.captured.step.graphs:
             if self.config.fallback == "error":
-                raise CaptureError(_why_nothing(planned))
-            self._give_up(_why_nothing(planned))
+                raise CaptureError(why_nothing(planned))
+            self._give_up(why_nothing(planned))
             return
         self._adopt(planned)
         if self.config.verify and not self._verified:
@@ -262,8 +257,6 @@ class BudgetSession:
             progress=self._progress,
         )
 
-    _verified = False
-
     def close(self) -> None:
         """Restore the modules. The plan and the reports stay readable; calling twice is fine."""
         self._closed = True
@@ -289,46 +282,27 @@ class BudgetSession:
             last_step=last_step,
         )
 
-    @contextlib.contextmanager
-    def tracing(self, batch: Any = ()) -> Iterator[None]:
+    def tracing(self, batch: Any = ()) -> contextlib.AbstractContextManager[None]:
         """Trace one stretch of a step (a micro-batch, or all of it) and keep the highest for
         `finish_step`."""
-        trace = self.open_trace(batch)
-        try:
-            yield
-        except BaseException:
-            trace.abandon()
-            raise
-        self.close_trace(trace)
+        return self._peaks.tracing(batch)
 
-    def open_trace(self, batch: Any = ()) -> Any:
+    def open_trace(self, batch: Any = ()) -> StepTrace:
         """Begin tracing; hand the result to `close_trace`, or call its `abandon()`."""
-        self._static_at_open = static_bytes([self.model], self.optimizers)
-        gradients = [p.grad for p in self.model.parameters() if p.grad is not None]
-        trace = trace_step(device=self.device, known=[*gradients, *tensors_in(batch)])
-        del gradients
-        trace.open()
-        return trace
+        return self._peaks.open(batch)
 
-    def close_trace(self, trace: Any) -> None:
+    def close_trace(self, trace: StepTrace) -> None:
         """End tracing; keeps the trace with the highest peak of the step."""
-        trace.close()
-        if trace.peak is not None and (
-            self._pending is None or trace.peak.peak_bytes > self._pending[0].peak_bytes
-        ):
-            self._pending = (trace.peak, self._static_at_open)
-
-    _pending: tuple[TracedPeak, int] | None = None
-    _static_at_open = 0
+        self._peaks.close(trace)
 
     def finish_step(self) -> PeakReport | None:
         """An optimizer step is done. Returns its report if it was traced, after writing it to the peak
         log."""
         self.step_count += 1
-        pending, self._pending = self._pending, None
-        if pending is None or self.plan is None:
+        highest = self._peaks.take()
+        if highest is None or self.plan is None:
             return None
-        self.trace, static = pending
+        self.trace, static = highest
         report = PeakReport(
             rank=self.rank,
             world_size=self.world_size,
@@ -368,11 +342,7 @@ class BudgetSession:
                     fn=fn, model=self.model, optimizers=tuple(self.optimizers), targets=self._targets()
                 )
             )
-        if not self.should_measure():
-            result = fn()
-            self.finish_step()
-            return result
-        with self.tracing(batch):
+        with self.tracing(batch) if self.should_measure() else contextlib.nullcontext():
             result = fn()
         self.finish_step()
         return result
@@ -434,14 +404,12 @@ class BudgetSession:
         self._progress(f"verified: {len(report.rows)} values of {report.steps} steps are in order")
 
     def _adopt(self, planned: Planned) -> None:
-        if self.planned is not None:
-            self._earlier |= {schedule.fingerprint: schedule for schedule in self.planned.plan.schedule}
         self.planned = planned
-        self._measured_before_plan = len(self.reports)
-        self._unknown = {}
+        self._decisions.adopt(planned)
+        self._measure_soon()
         plan = planned.plan
         registry.unregister(self._registered)
-        self._registered = registry.register(registry.Entry(decide=self._decide, mode=plan.mode))
+        self._registered = registry.register(registry.Entry(decide=self._decisions, mode=plan.mode))
         if self._in_place is not None:
             parts = planned.captured.parts or Parts(targets=self._installed)
             partitioner, options = self._carrier()
@@ -458,21 +426,10 @@ class BudgetSession:
             if self._log is None:
                 self._log = PeakLog(directory, self.rank)
                 self._log.start()
-        if plan.required_bytes > plan.budget_bytes:
-            warnings.warn(
-                f"no plan fits {format_bytes(plan.budget_bytes)}; using the lowest one, which needs "
-                f"{format_bytes(plan.required_bytes)} (on_infeasible='best_effort')",
-                PlanWarning,
-                stacklevel=3,
-            )
-        log.info(
-            "planned: %s of %s, slowdown %.3f, %d graphs (default compile: %s)",
-            format_bytes(plan.required_bytes),
-            format_bytes(plan.budget_bytes),
-            plan.slowdown,
-            len(plan.schedule),
-            format_bytes(plan.default_allocated_bytes),
-        )
+        say_plan(plan)
+
+    def _measure_soon(self) -> None:
+        self._measured_before_plan = len(self.reports)
 
     def _say_what_is_left_out(self, captured: Captured) -> None:
         """Warn of modules that torch.compile cannot take, each once; an error with fallback="error"."""
@@ -485,7 +442,7 @@ class BudgetSession:
             if name not in known
         ]
         if texts and self.config.fallback == "error":
-            raise CompileError(f"{'; '.join(texts)}. {_WHAT_TO_DO}")
+            raise CompileError(f"{'; '.join(texts)}. {WHAT_TO_DO}")
         if captured.step.graphs:  # else there is one warning for all
             for text in texts:
                 warnings.warn(
@@ -495,8 +452,8 @@ class BudgetSession:
     def _compile_failed(self, name: str, error: Exception, instead: str, *, gives_up: bool) -> None:
         text = f"torch.compile failed in {self._named(name)}: {reason(error)}"
         if self.config.fallback == "error":
-            raise CompileError(f"{text}. {_WHAT_TO_DO}") from error
-        warnings.warn(f"{text}. Instead, {instead}. {_WHAT_TO_DO}", PlanWarning, stacklevel=4)
+            raise CompileError(f"{text}. {WHAT_TO_DO}") from error
+        warnings.warn(f"{text}. Instead, {instead}. {WHAT_TO_DO}", PlanWarning, stacklevel=4)
         if gives_up:
             self._failed[name] = reason(error)
             self._settled = False  # the next step is planned without it
@@ -508,45 +465,7 @@ class BudgetSession:
     def _give_up(self, reason: str) -> None:
         if self._in_place is not None:
             self._in_place.run_eagerly()
-        warnings.warn(
-            f"nothing was planned for {type(self.model).__name__}, it runs eagerly and the budget "
-            f"{self.config.budget!r} is not enforced: {reason}",
-            NothingPlanned,
-            stacklevel=3,
-        )
-
-    def _decide(self, joint: fx.GraphModule, num_outputs: int, static: Any) -> GraphSchedule | None:
-        assert self.planned is not None
-        name = fingerprint(joint, num_outputs)
-        known = self.planned.plan.for_graph(name) or self._earlier.get(name)
-        if known is not None:
-            return known
-        if name not in self._unknown:
-            schedule, peak_bytes, slowdown = plan_unknown(
-                joint, num_outputs, static, planned=self.planned, device=self.device.type
-            )
-            self._unknown[name] = schedule
-            self._measured_before_plan = len(self.reports)  # not certified: measure soon
-            text = (
-                "a graph that the plan does not know (another input shape or branch) was planned on the "
-                f"spot (number {len(self._unknown)}): about {format_bytes(peak_bytes)}, slowdown "
-                f"{slowdown:.3f}, not certified"
-            )
-            if peak_bytes > self.budget_bytes - self.planned.plan.reserve_bytes:
-                warnings.warn(f"{text}; over the budget {self.config.budget}", PlanWarning, stacklevel=2)
-            else:
-                log.warning("%s", text)
-        return self._unknown[name]
-
-    def _say_last_graph(self, name: str, limit: int) -> None:
-        warnings.warn(
-            f"{name or type(self.model).__name__} has been compiled {limit} times for different shapes or "
-            "branches, as often as torch._dynamo.config.recompile_limit allows: whatever else comes runs "
-            "eagerly, outside of the plan. Pad to few lengths, keep Python numbers that change from step to "
-            "step out of forward, name the parts with constant shapes in targets=[...], or raise the limit.",
-            PlanWarning,
-            stacklevel=2,
-        )
+        warn_of_nothing(type(self.model).__name__, self.config.budget, reason)
 
     def _reconcile(self, report: PeakReport) -> None:
         """Compare a measured step with the budget; over it, learn the excess and ask for a new plan (bounded
@@ -554,20 +473,13 @@ class BudgetSession:
         assert self.plan is not None
         if report.within_budget or self.plan.required_bytes > self.plan.budget_bytes:
             return
-        excess = report.used_bytes - report.budget_bytes
         again = self._replans < _MAX_REPLANS
-        then = "Planning again with that added to the reserve." if again else "Set reserve= to leave it room."
-        warnings.warn(
-            f"step {report.step} used {format_bytes(report.used_bytes)}, {format_bytes(excess)} above the "
-            f"budget {format_bytes(report.budget_bytes)} "
-            f"(predicted: {format_bytes(self.plan.required_bytes)}). {then}",
-            PlanWarning,
-            stacklevel=4,
-        )
+        warn_of_excess(report, self.plan.required_bytes, plans_again=again)
         if again:
             self._replans += 1
             self._learnt_bytes += max(
-                excess, report.peak_allocated_bytes - self.plan.predicted_allocated_bytes, excess
+                report.used_bytes - report.budget_bytes,
+                report.peak_allocated_bytes - self.plan.predicted_allocated_bytes,
             )
             self._settled = False
 
@@ -587,47 +499,3 @@ def read_plan(path: str | None) -> Plan | None:
             f"plan={path!r} cannot be read: {error}. Make one with plan(...).to_json()."
         ) from error
     return Plan.from_json(text)
-
-
-def _warn_of_checkpointing(planned: Planned) -> None:
-    paths = planned.captured.checkpointed
-    outermost = [p for p in paths if not any(p != q and p.startswith(f"{q}.") for q in paths)]
-    shown_paths = ", ".join(path or "the model" for path in outermost[:4])
-    more = f" and {len(outermost) - 4} more" if len(outermost) > 4 else ""
-    default = planned.plan.is_default
-    warnings.warn(
-        f"the model checkpoints activations by itself (inside {shown_paths}{more}). "
-        + (
-            "The budget does not bind, so that stays in force; without it the step would be faster. "
-            if default
-            else "The plan decides alone what is recomputed, that checkpointing is not stacked on it. "
-        )
-        + "Take it out: no checkpoint_wrapper or checkpoint() around the modules, "
-        "gradient_checkpointing_disable() in Hugging Face models.",
-        PlanWarning,
-        stacklevel=4,
-    )
-
-
-def _why_nothing(planned: Planned) -> str:
-    if not planned.captured.called and not planned.captured.left_out:
-        return (
-            "no target module is called by the training step (a method other than forward, or another "
-            "module, does the work). Name the modules that are called with targets=[...]."
-        )
-    if planned.captured.left_out:
-        texts = (
-            f"torch.compile cannot take {n or 'the model'}: {why}"
-            for n, why in planned.captured.left_out.items()
-        )
-        return "; ".join(texts)
-    return (
-        f"compiling {', '.join(n or 'the model' for n in planned.captured.called)} gave no graph with a "
-        "backward "
-        "(every frame was skipped by torch.compile, or no parameter needs a gradient)."
-    )
-
-
-def shown(message: str) -> None:
-    """One line on stderr: planning takes seconds, and nobody should wonder what they are for."""
-    sys.stderr.write(f"dtr_integrations: {message}\n")
