@@ -91,6 +91,16 @@ _NEEDED: dict[str, tuple[str, ...]] = {
     # whether a graph's backward is its last (torch/csrc/autograd/init.cpp)
     "torch._C._autograd": ("_get_current_graph_task_keep_graph",),
     "torch.autograd": ("_profiler_enabled",),
+    # the online runtime: who still holds a storage, and ways around the dispatcher's upper layers
+    # (torch/csrc/Module.cpp, torch/csrc/autograd/init.cpp)
+    "torch._C": (
+        "_storage_Use_Count",
+        "_DisableTorchDispatch",
+        "_ExcludeDispatchKeyGuard",
+        "_set_conj",
+        "_set_neg",
+        "_current_graph_task_id",
+    ),
     # `nn.Module.__call__` hands over to `_compiled_call_impl` (torch/nn/modules/module.py)
     "torch.nn": ("Module._call_impl", "Module._compiled_call_impl"),
 }

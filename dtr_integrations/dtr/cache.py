@@ -17,7 +17,7 @@ Replay is iterative: the depth of a chain of evicted storages is not bounded by 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 from ..errors import OutOfBudget
@@ -64,12 +64,15 @@ class Cache:
         policies: the named choices.
         driver: None to simulate.
         replay_limit: nanoseconds of replays after which `ReplayLimit` is raised.
+        may_evict: asked about each storage that the search has chosen. One that is refused is asked about
+            again the next time that room is needed. None: every candidate may go.
 
     Attributes:
         clock, compute_ns, replay_ns: nanoseconds: now, first computations, replays.
         held_bytes, peak_bytes: bytes that are resident, and the highest so far.
         evictions, replays: counts; eager ones at zero references are in `releases` instead.
         pool: what may be evicted.
+        refused: what might be, had `may_evict` not refused it.
     """
 
     def __init__(
@@ -79,17 +82,20 @@ class Cache:
         *,
         driver: Driver | None = None,
         replay_limit: float = math.inf,
+        may_evict: Callable[[Storage], bool] | None = None,
     ) -> None:
         self.budget_bytes = budget_bytes
         self.policies = policies or Policies()
         self.driver = driver
         self.replay_limit = replay_limit
+        self._may_evict = may_evict
         self.clock = 1
         self.compute_ns = self.replay_ns = 0
         self.held_bytes = self.peak_bytes = 0
         self.evictions = self.replays = self.releases = 0
         self.pool: Pool = {}
         self.small: Pool = {}
+        self.refused: Pool = {}
         heuristic = self.policies.scorer
         self.neighborhood = neighborhood_for(
             heuristic.needs, lazy=self.policies.is_lazy, seed=self.policies.seed
@@ -113,10 +119,8 @@ class Cache:
     def constant(self, size_bytes: int, *, handle: Any = None) -> Tensor:
         """Bytes from outside: they cost nothing, cannot be computed again, and so stay."""
         self._make_room(size_bytes, "a constant")
-        storage = self._storage(size_bytes, handle)
-        storage.pinned, storage.locks = True, 1
         self._charge(size_bytes)
-        return self._view(None, storage, size_bytes)
+        return self._pinned(size_bytes, handle)
 
     def call(
         self,
@@ -168,6 +172,52 @@ class Cache:
             if storage.resident:
                 self._evict(storage)
         return new
+
+    def adopt(
+        self,
+        args: Sequence[Tensor],
+        sizes: Sequence[int],
+        *,
+        cost: int = 0,
+        name: str = "",
+        handle: Any = None,
+        taken: Sequence[Tensor] = (),
+        lineage: bool = True,
+    ) -> Sequence[Tensor]:
+        """Take in an operator that the owner of real tensors has run by itself, `make_room` before it; its
+        outputs, each with one external reference.
+
+        The outputs are no candidates for eviction until they are exposed.
+
+        Args:
+            args: what it has read, all of it resident.
+            sizes: bytes of each output.
+            cost: nanoseconds.
+            name, handle: kept with the operator.
+            taken: old contents whose bytes the first outputs are written to; released.
+            lineage: False: it cannot be run again, so the outputs are constants.
+        """
+        operator = Operator(name, tuple(args), sum(sizes), cost, handle)
+        for arg in args:
+            arg.storage.last_access = self.clock
+        self.clock += cost
+        self.compute_ns += cost
+        taken_bytes = sum([tensor.storage.size_bytes for tensor in taken])
+        self._charge(operator.output_bytes - taken_bytes)
+        if lineage:
+            outputs = operator.outputs = self._outputs(operator, sizes, None, held=True)
+        else:
+            outputs = [self._pinned(size_bytes, None) for size_bytes in sizes]
+        self.held_bytes += taken_bytes
+        for tensor in taken:
+            self.release(tensor)
+        return outputs
+
+    def expose(self, tensor: Tensor) -> None:
+        """An adopted output becomes a candidate for eviction, as far as `may_evict` agrees."""
+        storage = tensor.storage
+        if storage.held:
+            self._reveal(storage)
 
     def retain(self, tensor: Tensor) -> None:
         """One more external reference."""
@@ -336,7 +386,7 @@ class Cache:
         self._charge(size_bytes)
 
     def _outputs(
-        self, operator: Operator, sizes: Sequence[int], aliases: Sequence[int] | None
+        self, operator: Operator, sizes: Sequence[int], aliases: Sequence[int] | None, *, held: bool = False
     ) -> Sequence[Tensor]:
         args, clock = operator.args, self.clock
         outputs: list[Tensor] = []
@@ -365,6 +415,10 @@ class Cache:
                 if not children:
                     children = parent.children = {}
                 children[storage] = None
+        if held:
+            for storage in fresh:
+                storage.held, storage.locks = True, 1
+            return outputs
         # The first output is the one that was asked for, as in a replay, so it comes last.
         if fresh and outputs[0].storage is fresh[0]:
             fresh.append(fresh.pop(0))
@@ -379,6 +433,11 @@ class Cache:
         storage.handle = handle
         return storage
 
+    def _pinned(self, size_bytes: int, handle: Any) -> Tensor:
+        storage = self._storage(size_bytes, handle)
+        storage.pinned, storage.locks = True, 1
+        return self._view(None, storage, size_bytes)
+
     def _view(self, operator: Operator | None, storage: Storage, allocates_bytes: int) -> Tensor:
         tensor = Tensor(operator, storage, allocates_bytes)
         storage.views.append(tensor)
@@ -391,6 +450,8 @@ class Cache:
             self.peak_bytes = self.held_bytes
 
     def _make_room(self, size_bytes: int, what: str) -> None:
+        if self.refused and self.held_bytes + size_bytes > self.budget_bytes:
+            self._ask_again()
         while self.held_bytes + size_bytes > self.budget_bytes:
             if self.pool:
                 storage = self.search.choose(self.pool, self.clock)
@@ -403,8 +464,18 @@ class Cache:
                     held_bytes=self.held_bytes,
                     budget_bytes=int(self.budget_bytes),
                 )
+            if self._may_evict is not None and not self._may_evict(storage):
+                self._withdraw(storage)
+                self.refused[storage] = None
+                continue
             self.evictions += 1
             self._evict(storage)
+
+    def _ask_again(self) -> None:
+        assert self._may_evict is not None
+        for storage in [storage for storage in self.refused if self._may_evict(storage)]:
+            del self.refused[storage]
+            self._offer(storage)
 
     def _evict(self, storage: Storage) -> None:
         assert not storage.locks, "evicted while in use"
@@ -432,7 +503,9 @@ class Cache:
                 self.search.added(storage)
 
     def _withdraw(self, storage: Storage) -> None:
-        if storage.size_bytes < self._minimum_bytes:
+        if storage in self.refused:
+            del self.refused[storage]
+        elif storage.size_bytes < self._minimum_bytes:
             del self.small[storage]
         else:
             del self.pool[storage]
@@ -455,9 +528,16 @@ class Cache:
     def _unlock_all(self, frame: _Frame) -> None:
         for storage in frame.locked:
             self._unlock(storage)
-        if self._banish:
+        if self._banish or self._forget:
             for storage in frame.locked:
-                self._try_discard(storage)
+                if not storage.references:
+                    self._try_discard(storage)
+
+    def _reveal(self, storage: Storage) -> None:
+        storage.held = False
+        storage.locks -= 1
+        if not storage.locks:
+            self._offer(storage)
 
     def _pin(self, storage: Storage) -> None:
         if not storage.pinned:
@@ -467,6 +547,8 @@ class Cache:
     # --- letting go ---
 
     def _unreferenced(self, storage: Storage) -> None:
+        if storage.held:
+            self._reveal(storage)
         if storage.locks > storage.pinned:
             self._released_in_use.add(storage)
             return
@@ -514,6 +596,21 @@ class Cache:
                 self._pin(child)
         storage.parents = []
         storage.children = storage.evicted_children = NO_STORAGES
+        self.search.forget(storage)
+        if self._forget:
+            self._dismantle(storage)
+
+    @staticmethod
+    def _dismantle(storage: Storage) -> None:
+        # Storages, tensors and operators refer to one another in circles. A run that never ends must not
+        # leave it to the garbage collector when real memory hangs on them.
+        for view in storage.views:
+            operator, view.operator = view.operator, None
+            if operator is not None and all(output.storage.banished for output in operator.outputs):
+                operator.args = operator.outputs = ()
+                operator.handle = None
+        storage.views = []
+        storage.handle = None
 
     def _count_unready(self, view: Tensor, by: int) -> None:
         if view.operator is not None:

@@ -59,6 +59,10 @@ class IndexedSearch:
         """See `Search`. Called for storages without an entry in a heap."""
         self._waiting[storage] = None
 
+    def forget(self, storage: Storage) -> None:
+        """See `Search`."""
+        self._waiting.pop(storage, None)
+
     def choose(self, pool: Pool, clock: int) -> Storage:
         """See `Search`."""
         self._prepare(pool, clock)

@@ -26,6 +26,9 @@ class Search(Protocol):
     def added(self, storage: Storage) -> None:
         """`storage` has become evictable."""
 
+    def forget(self, storage: Storage) -> None:
+        """`storage` will never be evictable again."""
+
     def choose(self, pool: Pool, clock: int) -> Storage:
         """The storage of the non-empty `pool` to evict at `clock` (nanoseconds)."""
 
@@ -39,6 +42,9 @@ class ExactScan:
         self._last = tie_break == "last"
 
     def added(self, storage: Storage) -> None:
+        """See `Search`."""
+
+    def forget(self, storage: Storage) -> None:
         """See `Search`."""
 
     def choose(self, pool: Pool, clock: int) -> Storage:

@@ -91,6 +91,7 @@ class Storage:
         references: external ones, over all views.
         banished: freed for good.
         pinned: never evicted.
+        held: adopted and not exposed yet: counts as one lock.
         views: the tensors that share it.
         parents, children: adjacent storages in the operator graph, itself excluded, each once.
         evicted_children: those of them that are evicted, where the heuristic needs them. (A storage may have
@@ -107,6 +108,7 @@ class Storage:
         "entry",
         "evicted_children",
         "handle",
+        "held",
         "last_access",
         "locks",
         "neighborhood",
@@ -132,6 +134,7 @@ class Storage:
         self.references = 0
         self.banished = False
         self.pinned = False
+        self.held = False
         self.views: list[Tensor] = []
         self.parents: list[Storage] = []
         self.children = NO_STORAGES

@@ -1,1 +1,8 @@
-"""Eager PyTorch seen operator by operator. Here so far: the recorder of operator logs."""
+"""Eager PyTorch under a byte budget, operator by operator: the runtime `DTR`, and the recorder of operator
+logs that the simulator runs."""
+
+from __future__ import annotations
+
+from .scope import DTR, Stats
+
+__all__ = ["DTR", "Stats"]

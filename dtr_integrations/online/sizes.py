@@ -1,0 +1,151 @@
+"""What an operator allocates for its outputs, known before it runs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.utils._pytree import tree_leaves, tree_map
+
+from .operators import OperatorKind
+
+__all__ = ["Known", "SizeTable"]
+
+
+class Known:
+    """Of one operator on arguments of given shapes.
+
+    Attributes:
+        bytes: of all new outputs together; None until it has run, where neither its meta implementation nor a
+            bound on what follows from data says so.
+        cost: nanoseconds, of the first run; None until then.
+    """
+
+    __slots__ = ("bytes", "cost")
+
+    def __init__(self, size_bytes: int | None) -> None:
+        self.bytes = size_bytes
+        self.cost: int | None = None
+
+
+class SizeTable:
+    """Output sizes by operator, shapes and dtypes of its arguments, and its other arguments."""
+
+    def __init__(self) -> None:
+        self._known: dict[Any, Known] = {}
+
+    def look_up(self, function: Any, kind: OperatorKind, args: Any, kwargs: dict[str, Any]) -> Known:
+        """What is known of a call. The first of its kind is run on meta tensors."""
+        parts: list[Any] = [function]
+        try:
+            for arg in args:
+                _describe(arg, parts)
+            if kwargs:
+                for name, arg in kwargs.items():
+                    parts.append(name)
+                    _describe(arg, parts)
+            key = tuple(parts)
+            known = self._known.get(key)
+            if known is not None:
+                return known
+        except TypeError:  # an argument that cannot be hashed
+            return Known(_allocated(function, args, kwargs))
+        bound = _BOUNDS.get(function._schema.name)
+        size_bytes = bound(args, kwargs) if bound is not None else None
+        if size_bytes is not None:
+            return Known(size_bytes)  # it follows from data: each call has its own
+        known = self._known[key] = Known(_allocated(function, args, kwargs))
+        return known
+
+
+def _describe(arg: Any, parts: list[Any]) -> None:
+    kind = arg.__class__
+    if isinstance(arg, torch.Tensor):
+        parts.append(arg.shape)
+        parts.append(arg.dtype)
+    elif kind is list or kind is tuple:
+        parts.append(len(arg))
+        for element in arg:
+            _describe(element, parts)
+    elif kind is torch.Generator:
+        parts.append(None)
+    else:
+        parts.append(kind)
+        parts.append(arg)
+
+
+def _allocated(function: Any, args: Any, kwargs: dict[str, Any]) -> int | None:
+    given: set[int] = set()
+
+    def to_meta(leaf: Any) -> Any:
+        if isinstance(leaf, torch.Tensor):
+            meta = torch.empty_strided(leaf.shape, leaf.stride(), dtype=leaf.dtype, device="meta")
+            given.add(meta.untyped_storage()._cdata)
+            return meta
+        if isinstance(leaf, torch.device):
+            return torch.device("meta")
+        return None if isinstance(leaf, torch.Generator) else leaf
+
+    try:
+        result = function(*tree_map(to_meta, args), **tree_map(to_meta, kwargs))
+        storages = {
+            leaf.untyped_storage()._cdata: leaf.untyped_storage().nbytes()
+            for leaf in tree_leaves(result)
+            if isinstance(leaf, torch.Tensor)
+        }
+    except Exception:  # no meta implementation, or sizes that follow from data
+        return None
+    return sum(size for storage, size in storages.items() if storage not in given)
+
+
+def _nonzero(args: Any, kwargs: dict[str, Any]) -> int:
+    return 8 * args[0].dim() * int(args[0].count_nonzero())
+
+
+def _masked_select(args: Any, kwargs: dict[str, Any]) -> int:
+    return args[0].element_size() * max(args[0].numel(), args[1].numel())
+
+
+def _repeat_interleave(args: Any, kwargs: dict[str, Any]) -> int:
+    return 8 * int(args[0].sum())
+
+
+def _unique(args: Any, kwargs: dict[str, Any]) -> int:
+    return args[0].numel() * (args[0].element_size() + 16)
+
+
+def _indexed(args: Any, kwargs: dict[str, Any]) -> int | None:
+    # Boolean masks select; without one the size follows from shapes.
+    source, indices = args[0], args[1]
+    if not any(i is not None and i.dtype in (torch.bool, torch.uint8) for i in indices):
+        return None
+    size = source.element_size()
+    dims = list(source.shape)
+    counts = []
+    dim = 0
+    for index in indices:
+        if index is None:
+            size *= dims[dim]
+            dim += 1
+        elif index.dtype in (torch.bool, torch.uint8):
+            counts.append(int(index.count_nonzero()))
+            dim += index.dim()
+        else:
+            counts.append(index.numel())
+            dim += 1
+    for left in dims[dim:]:
+        size *= left
+    return size * max(counts)
+
+
+_BOUNDS: dict[str, Callable[[Any, dict[str, Any]], int | None]] = {
+    "aten::nonzero": _nonzero,
+    "aten::masked_select": _masked_select,
+    "aten::repeat_interleave": _repeat_interleave,
+    "aten::index": _indexed,
+    "aten::_unique2": _unique,
+    "aten::unique_dim": _unique,
+    "aten::unique_consecutive": _unique,
+    "aten::unique_dim_consecutive": _unique,
+}
