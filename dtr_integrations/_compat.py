@@ -73,7 +73,6 @@ _NEEDED: dict[str, tuple[str, ...]] = {
     ),
     "torch._dynamo": ("disable",),
     "torch._dynamo.config": ("recompile_limit",),
-    "torch._dynamo.eval_frame": ("OptimizedModule",),
     # a fake tensor's storage is a meta storage: its bytes and its death can be seen
     # (torch/_subclasses/fake_tensor.py)
     "torch._subclasses.fake_tensor": (
@@ -100,7 +99,11 @@ _NEEDED: dict[str, tuple[str, ...]] = {
         "_set_conj",
         "_set_neg",
         "_current_graph_task_id",
+        "_autograd._top_saved_tensors_default_hooks",
     ),
+    # keeps Dynamo out of the online runtime's own frames (torch/_dynamo/eval_frame.py)
+    "torch._dynamo.eval_frame": ("OptimizedModule", "set_code_exec_strategy"),
+    "torch._dynamo.types": ("FrameAction", "FrameExecStrategy"),
     # `nn.Module.__call__` hands over to `_compiled_call_impl` (torch/nn/modules/module.py)
     "torch.nn": ("Module._call_impl", "Module._compiled_call_impl"),
 }
@@ -175,8 +178,10 @@ __all__ = [
     "is_compile_error",
     "keeps_graph",
     "leave_out",
+    "never_traced",
     "partitioners",
     "preserve_node_ordering",
+    "top_saved_tensors_hooks",
 ]
 
 
@@ -234,6 +239,19 @@ def leave_out(module: torch.nn.Module) -> Callable[[], None]:
             del module.forward
 
     return undo
+
+
+def never_traced(function: Callable[..., Any]) -> None:
+    """Have Dynamo look neither at the frames of `function` nor at those that it calls."""
+    skip = torch._dynamo.types.FrameAction.SKIP
+    torch._dynamo.eval_frame.set_code_exec_strategy(
+        function.__code__, torch._dynamo.types.FrameExecStrategy(skip, skip)
+    )
+
+
+def top_saved_tensors_hooks() -> Any:
+    """The (pack, unpack) hooks that are in force on this thread, or None."""
+    return torch._C._autograd._top_saved_tensors_default_hooks(True)
 
 
 def is_compile_error(error: BaseException) -> bool:

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from .._compat import never_traced, top_saved_tensors_hooks
 from ..dtr.heuristics import Heuristic
 from ..dtr.policies import Policies
 from ..measure import device_total_bytes
@@ -81,9 +83,9 @@ class DTR:
         policies: Policies | None = None,
     ) -> None:
         self.module = module
-        self.budget_bytes = parse_budget(budget, device_total_bytes=lambda: _total_bytes(module))
+        budget_bytes = parse_budget(budget, device_total_bytes=lambda: _total_bytes(module))
         chosen = policies or Policies(search="indexed")
-        self._runtime = Runtime(self.budget_bytes, _running(chosen, heuristic), cost)
+        self._runtime = Runtime(budget_bytes, _running(chosen, heuristic), cost)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """The module's result, computed within a scope."""
@@ -113,6 +115,15 @@ class DTR:
             self._runtime.settle()
 
     @property
+    def budget_bytes(self) -> int:
+        """May be set at any time; what is above a lower one is evicted when room is next needed."""
+        return int(self._runtime.cache.budget_bytes)
+
+    @budget_bytes.setter
+    def budget_bytes(self, budget_bytes: int) -> None:
+        self._runtime.cache.budget_bytes = budget_bytes
+
+    @property
     def stats(self) -> Stats:
         """What has happened so far."""
         cache = self._runtime.cache
@@ -134,24 +145,82 @@ class _Mode(TorchDispatchMode):
         super().__init__()
         self._call = call
 
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False  # `never_traced` does the same and adds nothing to each call
+
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        return True
+
     def __torch_dispatch__(
         self, function: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         return self._call(function, args, kwargs or {})
 
 
+for _entry in (_Mode.__torch_dispatch__, Runtime.pack, Runtime.unpack):
+    never_traced(_entry)
+
+
 class _Scope:
     def __init__(self, runtime: Runtime) -> None:
         self._mode = _Mode(runtime.call)
-        self._hooks = torch.autograd.graph.saved_tensors_hooks(runtime.pack, runtime.unpack)
+        self._pack, self._unpack = runtime.pack, runtime.unpack
+        self._hooks = torch.autograd.graph.saved_tensors_hooks(self._pack, self._unpack)
 
     def enter(self) -> None:
         self._hooks.__enter__()
         self._mode.__enter__()
+        _Transforms.enter()
 
     def leave(self) -> None:
+        _Transforms.leave()
         self._mode.__exit__(None, None, None)
         self._hooks.__exit__(None, None, None)
+
+    @contextmanager
+    def without_hooks(self) -> Iterator[None]:
+        """Tensors that are saved within are kept as they are. The user's own hooks, if any, stay."""
+        top = top_saved_tensors_hooks()
+        if top is None or top[0] != self._pack:
+            yield
+            return
+        self._hooks.__exit__(None, None, None)
+        try:
+            yield
+        finally:
+            self._hooks.__enter__()
+
+
+class _Transforms:
+    # torch.func.grad refuses to run where saved tensors have hooks, ours too. While a scope is open on any
+    # thread, what announces that takes ours off first.
+    _lock = threading.Lock()
+    _open = 0
+    _original: Any = None
+
+    @classmethod
+    def enter(cls) -> None:
+        with cls._lock:
+            cls._open += 1
+            if cls._open == 1:
+                cls._original = torch.autograd.graph.disable_saved_tensors_hooks
+                torch.autograd.graph.disable_saved_tensors_hooks = cls._disable
+
+    @classmethod
+    def leave(cls) -> None:
+        with cls._lock:
+            cls._open -= 1
+            if cls._open == 0:
+                torch.autograd.graph.disable_saved_tensors_hooks = cls._original
+
+    @classmethod
+    @contextmanager
+    def _disable(cls, message: str) -> Iterator[None]:
+        scope = _scopes()[0] if _scopes() else None
+        with scope.without_hooks() if scope is not None else nullcontext(), cls._original(message):
+            yield
 
 
 def _scopes() -> list[_Scope | None]:
