@@ -84,6 +84,8 @@ class Runtime:
     def __init__(self, budget_bytes: float, policies: Policies, cost: Cost | None = None) -> None:
         self.cache = Cache(budget_bytes, policies, driver=self, may_evict=self._may_evict)
         self.lock = threading.RLock()
+        # Called where room may have to be made.
+        self.before_room: Callable[[], None] | None = None
         self._cost = cost
         self._kinds: dict[Any, OperatorKind | None] = {}
         self._sizes = SizeTable()
@@ -134,6 +136,9 @@ class Runtime:
             if self._gone:
                 self._settle()
             tensor = cell.tensor
+            if self.before_room is not None and cell.value is not None:
+                self.before_room()
+                self.cache.materialize(cell.value.tensor)
             if tensor is None:
                 if cell.is_stale:
                     raise stale(cell)
@@ -256,15 +261,15 @@ class Runtime:
             value = slot.value if slot is not None else None
             values.append(value if value is not None else self._value(storage))
         known = self._sizes.look_up(function, kind, args, kwargs)
+        if self.before_room is not None:
+            self.before_room()
+        written = self._about_to_write(kind.written(args, kwargs)) if kind.writes else []
         if known.bytes and cache.held_bytes + known.bytes > cache.budget_bytes:
             cache.make_room(known.bytes, kind.name)
         generator = state = None
         if kind.random:
             generator = next((a for a in kwargs.values() if isinstance(a, torch.Generator)), None)
             state = (generator or torch.default_generator).get_state()
-        written: list[Value] = []
-        if kind.writes:
-            written = self._about_to_write(kind.written(args, kwargs))
         if known.cost is None:
             start = time.perf_counter_ns()
             result = function(*args, **kwargs)

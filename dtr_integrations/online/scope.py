@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -13,6 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from .._compat import never_traced, top_saved_tensors_hooks
 from ..dtr.heuristics import Heuristic
+from ..dtr.journal import online_policies
 from ..dtr.policies import Policies
 from ..measure import device_total_bytes
 from ..units import parse_budget
@@ -85,7 +86,7 @@ class DTR:
         self.module = module
         budget_bytes = parse_budget(budget, device_total_bytes=lambda: _total_bytes(module))
         chosen = policies or Policies(search="indexed")
-        self._runtime = Runtime(budget_bytes, _running(chosen, heuristic), cost)
+        self._runtime = Runtime(budget_bytes, online_policies(chosen, heuristic), cost)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """The module's result, computed within a scope."""
@@ -227,10 +228,6 @@ def _scopes() -> list[_Scope | None]:
     if not hasattr(_active, "scopes"):
         _active.scopes = []
     return _active.scopes
-
-
-def _running(policies: Policies, heuristic: str | Heuristic) -> Policies:
-    return replace(policies, heuristic=heuristic, deallocation="eager", forget_dead=True)
 
 
 def _total_bytes(module: torch.nn.Module) -> int:
