@@ -41,14 +41,14 @@ def tables(dtr: online.DTR) -> tuple[int, ...]:
     cache = inside.cache
     search = cache.search
     return (
-        len(inside._slots),
-        len(inside._gone),
+        len(inside.memory.slots),
+        len(inside.memory.gone),
         len(cache.pool),
         len(cache.refused),
         len(cache._released_in_use),
         len(search._waiting),
         sum(map(len, search._heaps)),
-        inside._saved,
+        inside.memory.saved,
         cache.held_bytes,
     )
 

@@ -66,6 +66,6 @@ def test_bits_are_those_of_plain_eager(name: str) -> None:
         dtr._runtime.settle()
     finally:
         gc.enable()
-    assert dtr._runtime._saved == 0
-    assert not [s.value for s in dtr._runtime._slots.values() if not s.value.tensor.storage.pinned]
+    assert dtr._runtime.memory.saved == 0
+    assert not [s.value for s in dtr._runtime.memory.slots.values() if not s.value.tensor.storage.pinned]
     assert not dtr._runtime.cache.pool

@@ -85,7 +85,7 @@ def test_the_same_sequence(name: str, heuristic: str) -> None:
         module.zero_grad()
         real = online.DTR(module, budget=f"{budget}B", heuristic=heuristic, cost=modelled_cost)
         cache = real._runtime.cache
-        cache.driver = done = Trace(real._runtime)
+        cache.driver = done = Trace(real._runtime.memory)
         torch.manual_seed(1)
         with real:
             step()

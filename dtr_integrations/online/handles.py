@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from .nodes import Geometry, geometry_of
+from .nodes import Geometry
 
 __all__ = ["Cell", "Handle", "stale"]
 
@@ -19,7 +19,7 @@ class Cell:
         value: what it is a view of; None for a constant, which is never evicted.
         tensor: it, sharing the version counter of the one that was saved; None while evicted.
         version: of that counter when it was saved. PyTorch leaves this check to whoever sets hooks.
-        geometry: to make it anew.
+        geometry: to make it anew; set when it is evicted.
         is_stale: it was written over before it was evicted.
     """
 
@@ -29,8 +29,7 @@ class Cell:
         self.value = value
         self.tensor: torch.Tensor | None = tensor
         self.version = tensor._version
-        if value is not None:
-            self.geometry: Geometry = geometry_of(tensor)
+        self.geometry: Geometry | None = None
         self.is_stale = False
 
 
@@ -45,9 +44,10 @@ class Handle:
 
     def __del__(self) -> None:
         # In the middle of anything: free the bytes, and leave the accounts for later.
-        self.cell.tensor = None
-        if self.cell.value is not None:
-            self._gone.append(self.cell)
+        cell = self.cell
+        cell.tensor = None
+        if cell.value is not None:
+            self._gone.append(cell)
 
 
 def stale(cell: Cell) -> RuntimeError:

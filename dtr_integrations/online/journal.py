@@ -38,7 +38,7 @@ def journal(module: torch.nn.Module, step: Callable[[], Any], *, cost: Cost | No
 class _Journaling(Runtime):
     def __init__(self, written: list[Entry], cost: Cost | None) -> None:
         super().__init__(math.inf, online_policies(Policies(), "lru"), cost)
-        self.cache = _JournalingCache(written, self.cache)
+        self.cache = self.memory.cache = _JournalingCache(written, self.cache)
         self.before_room = self.cache.look
 
 

@@ -2,24 +2,37 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Sequence
+from typing import Any, TypeAlias
 
 import torch
 from torch.utils._pytree import tree_leaves
 
-__all__ = ["Anchor", "Geometry", "Node", "geometry_of", "same_dispatch", "view_of"]
+__all__ = ["Anchor", "Geometry", "Node", "Ref", "geometry_of", "same_dispatch", "view_of"]
 
-_UPPER_LAYERS = (
-    torch._C.DispatchKeySet(torch._C.DispatchKey.AutogradFunctionality)
-    | torch._C.DispatchKeySet(torch._C.DispatchKey.AutogradOther)
-    | torch._C.DispatchKeySet(torch._C.DispatchKey.AutogradNestedTensor)
-    | torch._C.DispatchKeySet(torch._C.DispatchKey.ADInplaceOrView)
-    | torch._C.DispatchKeySet(torch._C.DispatchKey.AutocastCPU)
-    | torch._C.DispatchKeySet(torch._C.DispatchKey.AutocastCUDA)
-    | torch._C.DispatchKeySet(torch._C.DispatchKey.Python)
-    | torch._C.DispatchKeySet(torch._C.DispatchKey.PythonTLSSnapshot)
-)
+_KEYS = torch._C.DispatchKey
+_UPPER_LAYERS = torch._C.DispatchKeySet(_KEYS.Python)
+for _key in (
+    _KEYS.PythonTLSSnapshot,
+    _KEYS.AutogradFunctionality,
+    _KEYS.AutogradOther,
+    _KEYS.AutogradNestedTensor,
+    _KEYS.ADInplaceOrView,
+    _KEYS.AutocastCPU,
+    _KEYS.AutocastCUDA,
+):
+    _UPPER_LAYERS = _UPPER_LAYERS | torch._C.DispatchKeySet(_key)
+
+Geometry: TypeAlias = tuple[Any, tuple[int, ...], int, torch.dtype, bool, bool]
+"""Where in its storage a tensor lies: size, stride, offset, dtype; whether it is to be read conjugated or
+negated. A plain tuple: one is made for every argument of every operator."""
+
+
+class Ref(tuple):  # type: ignore[type-arg]
+    """Stands for a tensor among frozen arguments: its value's position among the operator's arguments, and its
+    geometry. Negative, and different for each, for what is written and not read."""
+
+    __slots__ = ()
 
 
 def same_dispatch() -> Any:
@@ -28,20 +41,9 @@ def same_dispatch() -> Any:
     return torch._C._ExcludeDispatchKeyGuard(_UPPER_LAYERS)
 
 
-class Geometry(NamedTuple):
-    """Where in its storage a tensor lies, and how its bytes are read."""
-
-    size: Any
-    stride: tuple[int, ...]
-    offset: int
-    dtype: torch.dtype
-    is_conj: bool
-    is_neg: bool
-
-
 def geometry_of(tensor: torch.Tensor) -> Geometry:
     """The geometry of a strided tensor."""
-    return Geometry(
+    return (
         tensor.shape,
         tensor.stride(),
         tensor.storage_offset(),
@@ -53,11 +55,12 @@ def geometry_of(tensor: torch.Tensor) -> Geometry:
 
 def view_of(storage: torch.UntypedStorage, geometry: Geometry) -> torch.Tensor:
     """A tensor of `geometry` on `storage`, with a version counter of its own. Inside `same_dispatch`."""
-    tensor = torch.empty(0, dtype=geometry.dtype, device=storage.device)
-    tensor.set_(storage, geometry.offset, geometry.size, geometry.stride)
-    if geometry.is_conj:
+    size, stride, offset, dtype, is_conj, is_neg = geometry
+    tensor = torch.empty(0, dtype=dtype, device=storage.device)
+    tensor.set_(storage, offset, size, stride)
+    if is_conj:
         torch._C._set_conj(tensor, True)
-    if geometry.is_neg:
+    if is_neg:
         torch._C._set_neg(tensor, True)
     return tensor
 
@@ -77,120 +80,84 @@ class Anchor:
         self.version = tensor._version
 
 
-class _Ref(NamedTuple):
-    # Stands for a tensor among frozen arguments.
-    position: int
-    geometry: Geometry
-
-
 class Node:
     """A call.
 
-    Args:
-        function: the overload.
-        args, kwargs: of the first run.
-        positions: by the id of a tensor among them, its value's position among the operator's arguments;
-            negative, and different for each, for what is written and not read.
-        written: positions of what the call writes to and its outputs begin with.
-        random_state: of the default generator before the first run; None where none is drawn from.
-        anchors: of the constants among the arguments.
-
     Attributes:
+        function: the overload.
+        args, kwargs: of the first run, each tensor replaced by its `Ref`.
+        anchors: of the constants among them.
         leaves: for each output of the operator that is not a written argument, which leaf of the result has
-            its storage; set by the owner.
+            its storage.
+        written: positions of what the call writes to; the operator's outputs begin with these.
+        random: the generator that is drawn from and its state before the first run; None where none is.
     """
 
-    __slots__ = (
-        "anchors",
-        "args",
-        "function",
-        "generator",
-        "grad_enabled",
-        "kwargs",
-        "leaves",
-        "random_state",
-        "written",
-    )
+    __slots__ = ("anchors", "args", "function", "grad_enabled", "kwargs", "leaves", "random", "written")
 
     def __init__(
         self,
         function: Any,
-        args: tuple[Any, ...],
+        args: Sequence[Any],
         kwargs: dict[str, Any],
-        positions: Mapping[int, int],
-        *,
+        anchors: Sequence[Anchor],
+        leaves: Sequence[int],
         written: Sequence[int],
-        random_state: torch.Tensor | None,
-        generator: torch.Generator | None,
-        anchors: list[Anchor],
+        random: tuple[torch.Generator, torch.Tensor] | None,
     ) -> None:
         self.function = function
-        self.args = tuple([_frozen(arg, positions) for arg in args])
-        self.kwargs = {name: _frozen(arg, positions) for name, arg in kwargs.items()} if kwargs else kwargs
-        self.written = tuple(written)
-        self.random_state = random_state
-        self.generator = generator
-        self.grad_enabled = torch.is_grad_enabled()
+        self.args = args
+        self.kwargs = kwargs
         self.anchors = anchors
-        self.leaves: tuple[int, ...] = ()
+        self.leaves = leaves
+        self.written = written
+        self.random = random
+        self.grad_enabled = torch.is_grad_enabled()
 
     def run(self, storages: Sequence[torch.UntypedStorage]) -> list[torch.UntypedStorage]:
-        """Run again on `storages`, one for each of the operator's arguments; a storage for each output, the
-        written arguments' first. What is written is a copy."""
+        """Run again on `storages`, one for each of the operator's arguments; a storage for each output. What is
+        written is a copy."""
+        # Oneself, because some operators leave out what only a backward needs where gradients are off.
         with same_dispatch(), torch.set_grad_enabled(self.grad_enabled):
-            used = list(storages)
-            for index in self.written:
-                if index >= 0:
-                    used[index] = used[index].clone()
-            spare: dict[int, torch.UntypedStorage] = {}
-
-            args = [_thawed(arg, used, spare) for arg in self.args]
-            kwargs = {name: _thawed(arg, used, spare) for name, arg in self.kwargs.items()}
-            if self.random_state is None:
-                result = self.function(*args, **kwargs)
-            else:
-                result = self._drawn(args, kwargs)
-            found = [used[index] if index >= 0 else spare[index] for index in self.written]
+            used = dict(enumerate(storages))
+            for position in self.written:
+                if position >= 0:
+                    used[position] = used[position].clone()
+            args = [_thawed(arg, used) for arg in self.args]
+            kwargs = {name: _thawed(arg, used) for name, arg in self.kwargs.items()}
+            result = self.function(*args, **kwargs) if self.random is None else self._drawn(args, kwargs)
+            found = [used[position] for position in self.written]
             if self.leaves:
                 leaves = tree_leaves(result)
                 found += [leaves[leaf].untyped_storage() for leaf in self.leaves]
             return found
 
     def _drawn(self, args: list[Any], kwargs: dict[str, Any]) -> Any:
-        generator = self.generator or torch.default_generator
+        assert self.random is not None
+        generator, state = self.random
         now = generator.get_state()
-        generator.set_state(self.random_state)
+        generator.set_state(state)
         try:
             return self.function(*args, **kwargs)
         finally:
             generator.set_state(now)
 
 
-def _thawed(arg: Any, used: list[torch.UntypedStorage], spare: dict[int, torch.UntypedStorage]) -> Any:
+def _thawed(arg: Any, used: dict[int, torch.UntypedStorage]) -> Any:
     # A function of its own: a closure that calls itself is a cycle, and would keep the storages alive.
     kind = arg.__class__
-    if kind is _Ref:
-        storage = used[arg.position] if arg.position >= 0 else _spare(spare, arg)
-        return view_of(storage, arg.geometry)
+    if kind is Ref:
+        position, geometry = arg
+        if position < 0 and position not in used:
+            used[position] = _blank(geometry)
+        return view_of(used[position], geometry)
     if kind is list or kind is tuple:
-        return kind([_thawed(element, used, spare) for element in arg])
+        return kind([_thawed(element, used) for element in arg])
     return arg
 
 
-def _spare(spare: dict[int, torch.UntypedStorage], ref: _Ref) -> torch.UntypedStorage:
-    # Memory for what is written only; one for each such argument.
-    last = ref.geometry.offset + sum(
-        (n - 1) * step for n, step in zip(ref.geometry.size, ref.geometry.stride, strict=True)
-    )
-    if ref.position not in spare:
-        spare[ref.position] = torch.UntypedStorage((last + 1) * ref.geometry.dtype.itemsize)
-    return spare[ref.position]
-
-
-def _frozen(arg: Any, positions: Mapping[int, int]) -> Any:
-    kind = arg.__class__
-    if isinstance(arg, torch.Tensor):
-        return _Ref(positions[id(arg)], geometry_of(arg))
-    if kind is list or kind is tuple:
-        return kind([_frozen(element, positions) for element in arg])
-    return arg
+def _blank(geometry: Geometry) -> torch.UntypedStorage:
+    # Memory for what is written only.
+    size, stride, offset, dtype, *_ = geometry
+    last = offset + sum([(n - 1) * step for n, step in zip(size, stride, strict=True)])
+    return torch.UntypedStorage((last + 1) * dtype.itemsize)

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch.utils._pytree import tree_leaves, tree_map
-
-from .operators import OperatorKind
 
 __all__ = ["Known", "SizeTable"]
 
@@ -35,44 +33,21 @@ class SizeTable:
     def __init__(self) -> None:
         self._known: dict[Any, Known] = {}
 
-    def look_up(self, function: Any, kind: OperatorKind, args: Any, kwargs: dict[str, Any]) -> Known:
-        """What is known of a call. The first of its kind is run on meta tensors."""
-        parts: list[Any] = [function]
+    def look_up(self, key: Sequence[Any], function: Any, args: Any, kwargs: dict[str, Any]) -> Known:
+        """What is known of a call; see `Reading.key`. The first of its kind is run on meta tensors."""
+        whole = tuple(key)
         try:
-            for arg in args:
-                _describe(arg, parts)
-            if kwargs:
-                for name, arg in kwargs.items():
-                    parts.append(name)
-                    _describe(arg, parts)
-            key = tuple(parts)
-            known = self._known.get(key)
-            if known is not None:
-                return known
+            known = self._known.get(whole)
         except TypeError:  # an argument that cannot be hashed
             return Known(_allocated(function, args, kwargs))
+        if known is not None:
+            return known
         bound = _BOUNDS.get(function._schema.name)
         size_bytes = bound(args, kwargs) if bound is not None else None
         if size_bytes is not None:
             return Known(size_bytes)  # it follows from data: each call has its own
-        known = self._known[key] = Known(_allocated(function, args, kwargs))
+        known = self._known[whole] = Known(_allocated(function, args, kwargs))
         return known
-
-
-def _describe(arg: Any, parts: list[Any]) -> None:
-    kind = arg.__class__
-    if isinstance(arg, torch.Tensor):
-        parts.append(arg.shape)
-        parts.append(arg.dtype)
-    elif kind is list or kind is tuple:
-        parts.append(len(arg))
-        for element in arg:
-            _describe(element, parts)
-    elif kind is torch.Generator:
-        parts.append(None)
-    else:
-        parts.append(kind)
-        parts.append(arg)
 
 
 def _allocated(function: Any, args: Any, kwargs: dict[str, Any]) -> int | None:
