@@ -197,21 +197,58 @@ class Cache:
             taken: old contents whose bytes the first outputs are written to; released.
             lineage: False: it cannot be run again, so the outputs are constants.
         """
-        operator = Operator(name, tuple(args), sum(sizes), cost, handle)
+        before = self.clock
+        self.clock = clock = before + cost
+        self.compute_ns += cost
+        size_bytes = sum(sizes)
+        taken_bytes = sum([tensor.storage.size_bytes for tensor in taken]) if taken else 0
+        self._charge(size_bytes - taken_bytes)
         for arg in args:
-            arg.storage.last_access = self.clock
+            arg.storage.last_access = before
+        if not lineage:
+            outputs = [self._pinned(size_bytes, None) for size_bytes in sizes]
+        else:
+            operator = Operator(name, tuple(args), size_bytes, cost, handle)
+            outputs = []
+            for size_bytes in sizes:
+                storage = Storage(size_bytes, self.neighborhood)
+                storage.cost = cost
+                storage.last_access = clock
+                storage.held = True
+                storage.locks = storage.references = 1
+                output = Tensor(operator, storage, size_bytes)
+                storage.views.append(output)
+                outputs.append(output)
+                for arg in args:
+                    parent = arg.storage
+                    children = parent.children
+                    if storage in children:
+                        continue
+                    storage.parents.append(parent)
+                    if not children:
+                        children = parent.children = {}
+                    children[storage] = None
+            operator.outputs = outputs
+        if taken:
+            self.held_bytes += taken_bytes
+            for tensor in taken:
+                self.release(tensor)
+        return outputs
+
+    def occupy(self, size_bytes: int, cost: int) -> None:
+        """As `adopt` without a lineage, for bytes of which nothing else needs to be known; `vacate` follows.
+
+        Args:
+            size_bytes: what an operator has made.
+            cost: its nanoseconds.
+        """
         self.clock += cost
         self.compute_ns += cost
-        taken_bytes = sum([tensor.storage.size_bytes for tensor in taken])
-        self._charge(operator.output_bytes - taken_bytes)
-        if lineage:
-            outputs = operator.outputs = self._outputs(operator, sizes, None, held=True)
-        else:
-            outputs = [self._pinned(size_bytes, None) for size_bytes in sizes]
-        self.held_bytes += taken_bytes
-        for tensor in taken:
-            self.release(tensor)
-        return outputs
+        self._charge(size_bytes)
+
+    def vacate(self, size_bytes: int) -> None:
+        """Bytes that were occupied are free."""
+        self.held_bytes -= size_bytes
 
     def expose(self, tensor: Tensor) -> None:
         """An adopted output becomes a candidate for eviction, as far as `may_evict` agrees."""
@@ -386,7 +423,7 @@ class Cache:
         self._charge(size_bytes)
 
     def _outputs(
-        self, operator: Operator, sizes: Sequence[int], aliases: Sequence[int] | None, *, held: bool = False
+        self, operator: Operator, sizes: Sequence[int], aliases: Sequence[int] | None
     ) -> Sequence[Tensor]:
         args, clock = operator.args, self.clock
         outputs: list[Tensor] = []
@@ -415,10 +452,6 @@ class Cache:
                 if not children:
                     children = parent.children = {}
                 children[storage] = None
-        if held:
-            for storage in fresh:
-                storage.held, storage.locks = True, 1
-            return outputs
         # The first output is the one that was asked for, as in a replay, so it comes last.
         if fresh and outputs[0].storage is fresh[0]:
             fresh.append(fresh.pop(0))

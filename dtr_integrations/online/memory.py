@@ -29,11 +29,18 @@ _use_count = torch._C._storage_Use_Count
 
 
 class Slot(weakref.ref):  # type: ignore[type-arg]
-    """A real storage for as long as it lives."""
+    """A real storage for as long as it lives.
 
-    __slots__ = ("key", "value")
+    Attributes:
+        key: its address.
+        value: what is in it; None where nothing but its size matters, as for what a backward computes.
+        size_bytes: where there is no value, what it occupies.
+    """
+
+    __slots__ = ("key", "size_bytes", "value")
     key: int
     value: Value | None
+    size_bytes: int
 
 
 class Value:
@@ -170,11 +177,16 @@ class Memory:
             OutOfBudget: it does not fit.
         """
         slot = self.slots.get(storage._cdata)
-        if slot is not None:
-            assert slot.value is not None
+        if slot is not None and slot.value is not None:
             return slot.value
-        value = Value(self.cache.constant(storage.nbytes()), constant=True, inside=False)
-        self.place(value, storage)
+        if slot is not None:
+            self.cache.vacate(slot.size_bytes)
+            slot.size_bytes = 0
+        value = Value(self.cache.constant(storage.nbytes()), constant=True, inside=slot is not None)
+        if slot is not None:
+            slot.value, value.slot = value, slot
+        else:
+            self.place(value, storage)
         return value
 
     def place(self, value: Value, storage: torch.UntypedStorage) -> None:
@@ -182,7 +194,16 @@ class Memory:
         slot = Slot(storage, self._on_death)
         slot.key = key = storage._cdata
         slot.value = value
+        slot.size_bytes = 0
         value.slot = slot
+        self.slots[key] = slot
+
+    def place_plain(self, size_bytes: int, storage: torch.UntypedStorage) -> None:
+        """`storage` is in use; `Cache.occupy` has counted it."""
+        slot = Slot(storage, self._on_death)
+        slot.key = key = storage._cdata
+        slot.value = None
+        slot.size_bytes = size_bytes
         self.slots[key] = slot
 
     def attach(self, value: Value, tensor: Tensor, *, constant: bool) -> None:
@@ -237,6 +258,8 @@ class Memory:
             value = dead.value
             dead.value = None
             if value is None:
+                if isinstance(dead, Slot) and dead.size_bytes:
+                    self.cache.vacate(dead.size_bytes)
                 continue
             if isinstance(dead, Slot):
                 value.slot = None

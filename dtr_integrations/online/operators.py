@@ -62,6 +62,7 @@ class OperatorKind:
         random: draws random numbers.
         writes: (position, name) of the arguments that it writes to.
         statistics: whether two of them are running statistics; see `updates_statistics`.
+        reshapes: changes what a tensor's storage is, or its size.
         overwrites: every element of its target is written and none read.
         factory: makes tensors from none.
     """
@@ -72,6 +73,7 @@ class OperatorKind:
         "overwrites",
         "random",
         "replayable",
+        "reshapes",
         "statistics",
         "training",
         "untracked",
@@ -101,10 +103,11 @@ class OperatorKind:
         self.random = torch.Tag.nondeterministic_seeded in function.tags
         self.factory = not any("Tensor" in str(argument.type) for argument in schema.arguments)
         self.overwrites = name in _OVERWRITES
+        self.reshapes = name in _RESHAPING or "out" in schema.overload_name
         self.replayable = (
             name.startswith(("aten::", "prims::"))
             and name not in _BLANK
-            and name not in _RESHAPING
+            and not self.reshapes
             and not (self.factory and not self.random)
         )
 

@@ -9,6 +9,7 @@ import torch
 
 from .memory import Memory, Value
 from .nodes import Anchor, Ref, geometry_of
+from .operators import OperatorKind
 
 __all__ = ["Reading", "storage_of"]
 
@@ -20,12 +21,12 @@ class Reading:
 
     Args:
         memory: knows the values.
-        function: the overload.
+        kind: of the operator.
         unread: tensors among the arguments that are written only.
         keep: whether the arguments are to be frozen, for a node.
 
     Attributes:
-        key: what output sizes and cost follow from: the overload, shapes, dtypes and other arguments.
+        key: what output sizes and cost follow from: the operator, shapes, dtypes and other arguments.
         values: what is read, each once, and its position.
         anchors: of the constants among them.
         args, kwargs: frozen; see `Node`.
@@ -37,7 +38,7 @@ class Reading:
     def __init__(
         self,
         memory: Memory,
-        function: Any,
+        kind: OperatorKind,
         args: Sequence[Any],
         kwargs: dict[str, Any],
         unread: Sequence[torch.Tensor],
@@ -46,7 +47,7 @@ class Reading:
         self._memory = memory
         self._unread = unread
         self._keep = keep
-        self.key: list[Any] = [function]
+        self.key: list[Any] = [kind]
         self.values: dict[Value, int] = {}
         self.anchors: list[Anchor] = []
         self.is_whole = True
@@ -71,6 +72,8 @@ class Reading:
             slot = memory.slots.get(storage._cdata)
             value = slot.value if slot is not None else None
             if value is None:
+                if slot is not None and not self._keep:
+                    return None
                 value = memory.value_of(storage)
             if self._unread and any(arg is tensor for tensor in self._unread):
                 return Ref((-len(key), geometry_of(arg)))

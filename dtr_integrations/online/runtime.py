@@ -47,22 +47,22 @@ class Runtime:
 
     def __init__(self, budget_bytes: float, policies: Policies, cost: Cost | None = None) -> None:
         self.memory = memory = Memory()
-        self.cache = memory.cache = Cache(
-            budget_bytes, policies, driver=memory, may_evict=memory.may_evict
-        )
+        self.cache = memory.cache = Cache(budget_bytes, policies, driver=memory, may_evict=memory.may_evict)
         self.before_room: Callable[[], None] | None = None
         self._lock = threading.RLock()
         self._gone = memory.gone
         self._cost = cost
-        self._kinds: dict[Any, OperatorKind | None] = {}
+        self._kinds: dict[int, Any] = {}
+        self._functions: list[Any] = []  # kept, so that none is replaced by another at its address
         self._sizes = SizeTable()
 
     def call(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run an operator of the program."""
-        try:
-            kind = self._kinds[function]
-        except KeyError:
-            kind = self._kinds[function] = kind_of(function)
+        # By identity: hashing an overload is a call of its own.
+        kind = self._kinds.get(id(function), self)
+        if kind is self:
+            kind = self._kinds[id(function)] = kind_of(function)
+            self._functions.append(function)
         if kind is None or kind.untracked:
             return function(*args, **kwargs)
         with self._lock:
@@ -80,7 +80,8 @@ class Runtime:
             storage = storage_of(tensor)
             if storage is None:
                 return kept
-            value = self.memory.value_of(storage)
+            slot = self.memory.slots.get(storage._cdata)
+            value = (slot.value if slot is not None else None) or self.memory.value_of(storage)
             if value.constant and not value.inside:
                 return Handle(Cell(None, kept), self._gone)
             cell = Cell(value, kept)
@@ -135,7 +136,7 @@ class Runtime:
         unread: Sequence[torch.Tensor] = ()
         if kind.writes:
             written, unread = self._targets(kind, args, kwargs, lineage)
-        reading = Reading(self.memory, function, args, kwargs, unread, lineage)
+        reading = Reading(self.memory, kind, args, kwargs, unread, lineage)
         known = self._sizes.look_up(reading.key, function, args, kwargs)
         if self.before_room is not None:
             self.before_room()
@@ -159,7 +160,7 @@ class Runtime:
         made, sizes = self._made(result, known, kind)
         if lineage and reading.is_whole:
             self._take_in(function, kind, reading, written, made, sizes, known, random)
-        elif made or written:
+        elif made or kind.writes:
             self._take_constants(kind, reading, written, made, sizes, known)
         return result
 
@@ -238,15 +239,18 @@ class Runtime:
     ) -> None:
         # What cannot be computed again: its outputs, and what it has written to.
         memory, cache = self.memory, self.cache
-        outputs = cache.adopt(
-            [value.tensor for value in reading.values],
-            sizes,
-            cost=known.cost or 0,
-            name=kind.name,
-            lineage=False,
-        )
-        for (_, storage), output in zip(made, outputs, strict=True):
-            memory.place(Value(output, constant=True, inside=True), storage)
+        if self.before_room is None:
+            for value in reading.values:
+                value.tensor.storage.last_access = cache.clock
+            cache.occupy(known.bytes or 0, known.cost or 0)
+            for (_, storage), size_bytes in zip(made, sizes, strict=True):
+                memory.place_plain(size_bytes, storage)
+        else:
+            # Whoever looks wants to know each by name.
+            args = [value.tensor for value in reading.values]
+            outputs = cache.adopt(args, sizes, cost=known.cost or 0, name=kind.name, lineage=False)
+            for (_, storage), output in zip(made, outputs, strict=True):
+                memory.place(Value(output, constant=True, inside=True), storage)
         for value in written:
             storage = value.slot() if value.slot is not None else None
             if storage is None:
@@ -262,10 +266,15 @@ class Runtime:
         # The values that a call writes to, each once, and the tensors among its arguments that it doesn't read.
         found: dict[Value, None] = {}
         tensors = [leaf for leaf in tree_leaves(kind.written(args, kwargs)) if isinstance(leaf, torch.Tensor)]
+        slots = self.memory.slots
         for tensor in tensors:
             storage = storage_of(tensor)
-            if storage is not None:
-                found[self.memory.value_of(storage)] = None
+            if storage is None:
+                continue
+            slot = slots.get(storage._cdata)
+            if slot is not None and slot.value is None and not (lineage or kind.reshapes):
+                continue
+            found[self.memory.value_of(storage)] = None
         if kind.statistics:
             return list(found), tensors
         if lineage and kind.overwrites and len(found) == len(tensors) == 1:
