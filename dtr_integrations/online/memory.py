@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import weakref
 from collections import deque
-from typing import Any
 
 import torch
 

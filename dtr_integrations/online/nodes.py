@@ -29,8 +29,8 @@ negated. A plain tuple: one is made for every argument of every operator."""
 
 
 class Ref(tuple):  # type: ignore[type-arg]
-    """Stands for a tensor among frozen arguments: its value's position among the operator's arguments, and its
-    geometry. Negative, and different for each, for what is written and not read."""
+    """Stands for a tensor among frozen arguments: its value's position among the operator's arguments
+    (negative, and different for each, for what is written and not read), and its geometry."""
 
     __slots__ = ()
 
@@ -115,9 +115,9 @@ class Node:
         self.grad_enabled = torch.is_grad_enabled()
 
     def run(self, storages: Sequence[torch.UntypedStorage]) -> list[torch.UntypedStorage]:
-        """Run again on `storages`, one for each of the operator's arguments; a storage for each output. What is
-        written is a copy."""
-        # Oneself, because some operators leave out what only a backward needs where gradients are off.
+        """Run again on `storages`, one for each of the operator's arguments; a storage for each output. What
+        is written is a copy."""
+        # In the first run's grad mode: some operators leave out what only a backward needs.
         with same_dispatch(), torch.set_grad_enabled(self.grad_enabled):
             used = dict(enumerate(storages))
             for position in self.written:

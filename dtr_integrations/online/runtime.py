@@ -263,7 +263,8 @@ class Runtime:
     def _targets(
         self, kind: OperatorKind, args: tuple[Any, ...], kwargs: dict[str, Any], lineage: bool
     ) -> tuple[list[Value], list[torch.Tensor]]:
-        # The values that a call writes to, each once, and the tensors among its arguments that it doesn't read.
+        # The values that a call writes to, each once, and the tensors among its arguments that it only
+        # writes.
         found: dict[Value, None] = {}
         tensors = [leaf for leaf in tree_leaves(kind.written(args, kwargs)) if isinstance(leaf, torch.Tensor)]
         slots = self.memory.slots
