@@ -22,11 +22,12 @@ from .core.graph import JointGraph, Phase, RegionKind, StepGraph
 from .core.plan import GraphSchedule, Plan
 from .core.profile import StepProfile
 from .core.schedule import default_schedules, faithful_schedule
-from .core.simulate import Correction, Observation, calibrate, correct
+from .core.simulate import Correction, Observation, calibrate, correct, simulate_step
 from .distributed import Reserve
 from .errors import BudgetInfeasible, CaptureError, CertifyError, PlanMismatch
 from .measure import call_peak_bytes
 from .planner import Frontier, FrontierPoint, Problem, search
+from .planner.bound import bound_at, with_bounds
 from .units import format_bytes
 
 # Certifying costs about a compile's front half; the simulator is mostly within 2 %, so few rounds settle it.
@@ -107,6 +108,7 @@ def make_plan(
         static_bytes=captured.default.static_bytes,
         reserve_bytes=reserve.total_bytes,
         slowdown=best.slowdown,
+        slowdown_lower_bound=_lower_bound(replace(problem, correction=correction), best),
         schedule=best.schedules,
         simulated_bytes=best.simulated_bytes,
         breakdown=dict(best.profile.breakdown),
@@ -141,7 +143,8 @@ def make_frontier(
     """Capture the step and search it whole; peaks are the search tier's (exact for the default). Raises
     `CaptureError`."""
     captured = capture_parts(source, options=options, device=device, scratch=_SCRATCH)
-    return search(Problem(step=captured.step, correction=calibrate(captured.step), focus_bytes=focus_bytes))
+    problem = Problem(step=captured.step, correction=calibrate(captured.step), focus_bytes=focus_bytes)
+    return with_bounds(problem, search(problem))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -203,8 +206,6 @@ class _Bench:
 
     def run(self, schedules: tuple[GraphSchedule, ...]) -> Certified:
         """The exact peak of schedules that the search did not find."""
-        from .core.simulate import simulate_step
-
         if all(schedule.default for schedule in schedules):
             return self.default()
         simulated = simulate_step(self.captured.step, schedules, correction=calibrate(self.captured.step))
@@ -274,6 +275,16 @@ def _search_certified(bench: _Bench, problem: Problem, target: int) -> tuple[Cer
     certified = bench.point(frontier.lowest)
     assert lowest is not None
     return min(lowest, certified, key=lambda c: c.peak_bytes), frontier, correction
+
+
+def _lower_bound(problem: Problem, best: Certified) -> float | None:
+    """What no schedule within the budget is faster than, in the search tier's model as the dry runs have
+    corrected it. Where that model takes the plan to be over the budget, the plan's own bytes in it count."""
+    if all(schedule.default for schedule in best.schedules):
+        return best.slowdown
+    assert problem.focus_bytes is not None
+    simulated = simulate_step(problem.step, best.schedules, correction=problem.correction)
+    return bound_at(problem, max(problem.focus_bytes, simulated.peak_bytes), most=best.slowdown)
 
 
 class planned_partitioner:
@@ -357,8 +368,6 @@ def _nearest(step: StepGraph, graph: JointGraph) -> int:
 
 def _step_with(step: StepGraph, graph: JointGraph) -> StepGraph:
     """The captured step with `graph` in the place of its nearest; the rises of that are then simulated."""
-    from .core.simulate import simulate_step
-
     index = _nearest(step, graph)
     graphs = tuple(graph if i == index else g for i, g in enumerate(step.graphs))
     profile_of_default = default_schedules(graphs)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import random
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -424,3 +425,56 @@ def gpt_like(layers: int = 6, d: int = 16, fingerprint: str = "gpt") -> JointGra
     for _, y, unit1, rstd1, q, k, v, att, lse, mask1, z, unit2, rstd2, fc, _, gelu, mask2 in tape:
         saved += [y, unit1, rstd1, q, k, v, att, lse, mask1, z, unit2, rstd2, fc, gelu, mask2]
     return b.finish([result], grads, fingerprint=fingerprint, default_saved=sorted(saved))
+
+
+def training_graph(seed: int, ops: int, fingerprint: str = "random") -> JointGraph:
+    """A random network of about `ops` ops and its backward: each op's gradient reads some of what the op read
+    and made; sizes and costs vary by a factor of 16. Half of them carry what generated code would say."""
+    rng = random.Random(seed)
+    b = Builder()
+    values = [b.input(rng.choice([4, 8, 16]), static=rng.random() < 0.5) for _ in range(2)]
+    weights = {b.input(rng.choice([2, 4]), static=True) for _ in range(3)}
+    t = b.tangent(8)
+    tape: list[tuple[int, list[int], bool]] = []
+    while len(b.ops) < ops * 2 // 5:
+        recent = values[-4:] if rng.random() < 0.8 else values
+        inputs = list(dict.fromkeys(rng.choice(recent) for _ in range(rng.choice([1, 1, 2]))))
+        size = rng.choice([4, 8, 16, 32, 64])
+        roll = rng.random()
+        if roll < 0.35:
+            made = b.add(
+                OpKind.EXTERN, [*inputs, rng.choice(sorted(weights))], size, cost=rng.choice([4, 16, 32])
+            )
+        elif roll < 0.8:
+            size = max(b.sizes[b.ops[i].value] for i in inputs)
+            once = rng.random() < 0.03
+            made = b.add(OpKind.POINTWISE, inputs, size, cost=rng.choice([0.5, 1, 2]), replayable=not once)
+        elif roll < 0.9:
+            made = b.add(OpKind.VIEW, inputs[:1])
+        else:
+            made = b.add(OpKind.REDUCTION, inputs, rng.choice([1, 2]), cost=rng.choice([0.5, 1]))
+        tape.append((made, inputs, roll < 0.35))
+        values.append(made)
+    out = values[-1]
+    incoming: dict[int, list[int]] = {out: [t]}
+    results: list[int] = []
+    for made, inputs, extern in reversed(tape):
+        if not (grads := incoming.get(made)):
+            continue
+        size = b.sizes[b.ops[made].value]
+        g = grads[0] if len(grads) == 1 else b.add(OpKind.POINTWISE, grads, size, cost=1)
+        for i in inputs:
+            if i in values[:2] and b.ops[i].kind is OpKind.INPUT:
+                continue
+            reads = [g, *([rng.choice([made, i])] if rng.random() < 0.8 else [])]
+            kind = OpKind.EXTERN if extern else OpKind.POINTWISE
+            size = b.sizes[b.ops[i].value]
+            incoming.setdefault(i, []).append(b.add(kind, reads, size, cost=16 if extern else 1))
+        if extern:
+            results.append(b.add(OpKind.EXTERN, [g, inputs[0]], 4, cost=16))
+    results = results or [g for grads in incoming.values() for g in grads[-1:]]
+    graph = b.finish([out], results, fingerprint=fingerprint)
+    if rng.random() < 0.5:
+        made_too = [frozenset(op.index for op in graph.ops if rng.random() < 0.6) for _ in range(2)]
+        graph = dataclasses.replace(graph, buffers=(made_too[0], made_too[1]))
+    return graph

@@ -195,6 +195,7 @@ def test_slowdown_table_text():
     for words in (
         "×1.073",
         "×1.010",
+        "the plan is at most 6.2% from optimal",
         "×1.050",
         "95 % interval ×1.050 to ×1.050, 30 paired steps",
         "105 ms planned",

@@ -56,8 +56,8 @@ class Plan:
     `predicted_allocated_bytes`: the most bytes that tensors of one step hold at once, static memory included,
     from the dry run of the code that will run. `default_allocated_bytes`: the same for plain `torch.compile`.
     `required_bytes = predicted_allocated_bytes + reserve_bytes`. `breakdown`: the bytes held at the peak by
-    kind. `slowdown_lower_bound`: no schedule within the budget is faster than this; `None` when no bound was
-    computed.
+    kind. `slowdown_lower_bound`: no schedule of the search's kind within the budget is faster than this in
+    the search tier's model (`planner.bound` has the assumptions); `None` when no bound was computed.
     """
 
     budget_bytes: int

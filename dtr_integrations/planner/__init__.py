@@ -2,7 +2,9 @@
 
 One algorithm a file: `greedy` (the second seed's), `blocks` (whole-block starts), `baselines` (what torch
 would save), `local` (descent by excess, adding back, swapping); `state` is the incremental simulator that
-scores them all, `archive` the Pareto set. No randomness: the same problem gives the same frontier.
+scores them all, `archive` the Pareto set. `relaxation` is the same model as linear rows: `bound` gets lower
+bounds from them, `exact` the optimum of small graphs. No randomness: the same problem gives the same
+frontier.
 """
 
 from __future__ import annotations

@@ -61,12 +61,14 @@ class FrontierPoint:
 
     `peak_bytes` is simulated and corrected (exact for the default), static memory included. `slowdown` is
     modelled time over the default's; a plan that models faster than the default counts as 1, because the
-    default stays the last point.
+    default stays the last point. `slowdown_lower_bound`: no schedule that the search could have chosen is
+    faster at this peak (`bound.with_bounds`); None when no bound was computed.
     """
 
     peak_bytes: int
     slowdown: float
     schedules: tuple[GraphSchedule, ...]
+    slowdown_lower_bound: float | None = None
 
     @property
     def is_default(self) -> bool:

@@ -168,7 +168,10 @@ def slowdown_table(plan: Plan, measured: PairedRatio | None = None, *, title: st
     table = _table(title or "Slowdown against the default compile", "", "ratio", "", words=[0, 2])
     table.add_row("predicted", f"×{plan.slowdown:.3f}", "from the cost model, before step 1")
     if plan.slowdown_lower_bound is not None:
-        table.add_row("lower bound", f"×{plan.slowdown_lower_bound:.3f}", "no plan in this budget is faster")
+        gap = plan.slowdown / plan.slowdown_lower_bound - 1.0
+        table.add_row(
+            "lower bound", f"×{plan.slowdown_lower_bound:.3f}", f"the plan is at most {gap:.1%} from optimal"
+        )
     if measured is not None:
         span = f"×{measured.low:.3f} to ×{measured.high:.3f}"
         level = "95 % interval" if measured.coverage else "range"
