@@ -154,11 +154,11 @@ class Memory:
         if value.base is not None:
             return value.base
         anchor = value.anchor() if value.anchor is not None else None
-        if anchor is not None and anchor.tensor._version != anchor.version:
+        if anchor is not None and anchor.version_now != anchor.version:
             raise RuntimeError(
                 "online rematerialisation: a tensor that is needed to compute an evicted value again was "
                 "modified in place outside of the scope (shape "
-                f"{list(anchor.tensor.shape)}, version {anchor.tensor._version}, expected {anchor.version}). "
+                f"{list(anchor.tensor.shape)}, version {anchor.version_now}, expected {anchor.version}). "
                 "Run the backward before modifying it, or put the modification into the scope."
             )
         assert value.slot is not None
@@ -273,7 +273,7 @@ class Memory:
 
     def cut(self) -> None:
         """Make constants of all that is left. Nothing is saved any more, so nobody needs its lineage."""
-        values = [slot.value for slot in self.slots.values()]
+        values = [slot.value for slot in list(self.slots.values())]
         ours = [v for v in values if v is not None and v.tensor.references and not v.constant]
         sizes = [value.tensor.storage.size_bytes for value in ours]
         for value in ours:

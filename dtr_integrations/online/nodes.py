@@ -70,14 +70,21 @@ class Anchor:
 
     Attributes:
         tensor: on the storage; as the program passed it, for its version counter is the program's.
+        storage: the tensor's when it was read; the program may give the tensor another one.
         version: when it was read first.
     """
 
-    __slots__ = ("__weakref__", "tensor", "version")
+    __slots__ = ("__weakref__", "storage", "tensor", "version")
 
     def __init__(self, tensor: torch.Tensor) -> None:
         self.tensor = tensor
-        self.version = tensor._version
+        self.storage = tensor.untyped_storage()
+        self.version = self.version_now
+
+    @property
+    def version_now(self) -> int:
+        """The tensor's version; inference tensors have none."""
+        return 0 if self.tensor.is_inference() else self.tensor._version
 
 
 class Node:

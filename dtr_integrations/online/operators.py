@@ -48,6 +48,7 @@ _BLANK = {
     f"aten::{name}"
     for name in ("empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided", "empty_permuted")
 }
+_NUMBERS = ("number", "float", "Optional[number]", "Optional[float]", "List[number]", "List[float]")
 # Change what a tensor's storage is, not only what is in it.
 _RESHAPING = {f"aten::{name}" for name in ("resize_", "resize_as_", "set_", "set_data", "swap_")}
 
@@ -65,11 +66,13 @@ class OperatorKind:
         reshapes: changes what a tensor's storage is, or its size.
         overwrites: every element of its target is written and none read.
         factory: makes tensors from none.
+        numbers: positions and names of arguments that are plain numbers: no size follows from them.
     """
 
     __slots__ = (
         "factory",
         "name",
+        "numbers",
         "overwrites",
         "random",
         "replayable",
@@ -102,6 +105,10 @@ class OperatorKind:
         self.untracked = not self.writes and (is_view or not tensors)
         self.random = torch.Tag.nondeterministic_seeded in function.tags
         self.factory = not any("Tensor" in str(argument.type) for argument in schema.arguments)
+        self.numbers: frozenset[int | str] = frozenset()
+        if not self.factory:
+            plain = [(i, a.name) for i, a in enumerate(schema.arguments) if str(a.type) in _NUMBERS]
+            self.numbers = frozenset(entry for pair in plain for entry in pair)
         self.overwrites = name in _OVERWRITES
         self.reshapes = name in _RESHAPING or "out" in schema.overload_name
         self.replayable = (

@@ -51,11 +51,23 @@ class Reading:
         self.values: dict[Value, int] = {}
         self.anchors: list[Anchor] = []
         self.is_whole = True
-        self.args = [self._read(arg) for arg in args]
+        numbers = kind.numbers
+        if numbers:
+            self.args = [self._number(arg) if i in numbers else self._read(arg) for i, arg in enumerate(args)]
+        else:
+            self.args = [self._read(arg) for arg in args]
         self.kwargs = kwargs
         if kwargs:
             self.key.extend(kwargs)
-            self.kwargs = {name: self._read(arg) for name, arg in kwargs.items()}
+            self.kwargs = {
+                name: self._number(arg) if name in numbers else self._read(arg)
+                for name, arg in kwargs.items()
+            }
+
+    def _number(self, arg: Any) -> Any:
+        # A learning rate or a count of steps is another one each time.
+        self.key.append(arg.__class__)
+        return arg
 
     def _read(self, arg: Any) -> Any:
         kind = arg.__class__

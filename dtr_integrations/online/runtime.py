@@ -146,9 +146,7 @@ class Runtime:
             cache.make_room(known.bytes, kind.name)
         random: _Drawn | None = None
         if kind.random:
-            generator = next(
-                (arg for arg in kwargs.values() if isinstance(arg, torch.Generator)), torch.default_generator
-            )
+            generator = _generator_of(args, kwargs)
             random = generator, generator.get_state()
         if known.cost is None:
             start = time.perf_counter_ns()
@@ -305,6 +303,20 @@ class Runtime:
         if unread:
             return lineage and written[0] not in reading.values
         return lineage and not any(value.constant for value in written)
+
+
+def _generator_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Generator:
+    # What a call draws from: the generator that it is given, or else its device's default.
+    given = [*args, *kwargs.values()]
+    for arg in given:
+        if isinstance(arg, torch.Generator):
+            return arg
+    devices = [arg.device if isinstance(arg, torch.Tensor) else arg for arg in given]
+    device = next((d for d in devices if isinstance(d, torch.device)), None)
+    if device is not None and device.type == "cuda":
+        index = torch.cuda.current_device() if device.index is None else device.index
+        return torch.cuda.default_generators[index]
+    return torch.default_generator
 
 
 def _unread_position(args: Sequence[Any]) -> int:

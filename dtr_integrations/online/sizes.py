@@ -10,6 +10,8 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 __all__ = ["Known", "SizeTable"]
 
+_MOST_KNOWN = 50_000
+
 
 class Known:
     """Of one operator on arguments of given shapes.
@@ -46,6 +48,8 @@ class SizeTable:
         size_bytes = bound(args, kwargs) if bound is not None else None
         if size_bytes is not None:
             return Known(size_bytes)  # it follows from data: each call has its own
+        if len(self._known) >= _MOST_KNOWN:  # shapes without end: what comes back is learnt again
+            self._known.clear()
         known = self._known[whole] = Known(_allocated(function, args, kwargs))
         return known
 
