@@ -148,16 +148,22 @@ class Runtime:
         if kind.random:
             generator = _generator_of(args, kwargs)
             random = generator, generator.get_state()
-        if known.cost is None:
+        if not known.to_measure:
+            result = function(*args, **kwargs)
+        elif self._cost is not None:
+            result = function(*args, **kwargs)
+            known.cost = self._cost(function, args, kwargs, result)
+            known.to_measure = 0
+        else:
             start = time.perf_counter_ns()
             result = function(*args, **kwargs)
-            took = time.perf_counter_ns() - start
-            known.cost = self._cost(function, args, kwargs, result) if self._cost else took
-        else:
-            result = function(*args, **kwargs)
+            known.measured(time.perf_counter_ns() - start)
         made, sizes = self._made(result, known, kind)
         if lineage and reading.is_whole:
-            self._take_in(function, kind, reading, written, made, sizes, known, random)
+            if written and not kind.statistics:
+                self._take_write(function, kind, reading, written, made, sizes, known, random)
+            elif made:
+                self._take_in(function, kind, reading, made, sizes, known, random)
         elif made or kind.writes:
             self._take_constants(kind, reading, written, made, sizes, known)
         return result
@@ -167,14 +173,19 @@ class Runtime:
         slots = self.memory.slots
         if result.__class__ is torch.Tensor:
             storage = storage_of(result)
-            made = [(0, storage)] if storage is not None and storage._cdata not in slots else []
-        else:
-            found: dict[int, _Made] = {}
-            for index, leaf in enumerate(tree_leaves(result)):
-                storage = storage_of(leaf)
-                if storage is not None and storage._cdata not in slots:
-                    found.setdefault(storage._cdata, (index, storage))
-            made = list(found.values())
+            if storage is None or storage._cdata in slots:
+                return [], []
+            size_bytes = storage.nbytes()
+            if known.bytes != size_bytes:
+                known.bytes = size_bytes
+                self.cache.make_room(size_bytes, kind.name)
+            return [(0, storage)], [size_bytes]
+        found: dict[int, _Made] = {}
+        for index, leaf in enumerate(tree_leaves(result)):
+            storage = storage_of(leaf)
+            if storage is not None and storage._cdata not in slots:
+                found.setdefault(storage._cdata, (index, storage))
+        made = list(found.values())
         sizes = [storage.nbytes() for _, storage in made]
         if known.bytes != sum(sizes):
             known.bytes = sum(sizes)
@@ -186,42 +197,50 @@ class Runtime:
         function: Any,
         kind: OperatorKind,
         reading: Reading,
+        made: list[_Made],
+        sizes: list[int],
+        known: Known,
+        random: _Drawn | None,
+    ) -> None:
+        # A call that can be run again, and has written to nothing that it read.
+        leaves = [leaf for leaf, _ in made]
+        node = Node(function, reading.args, reading.kwargs, reading.anchors, leaves, (), random)
+        args = [value.tensor for value in reading.values]
+        outputs = self.cache.adopt(args, sizes, cost=known.cost, name=kind.name, handle=node)
+        place = self.memory.place
+        for (_, storage), output in zip(made, outputs, strict=True):
+            place(Value(output, constant=False, inside=True), storage)
+
+    def _take_write(
+        self,
+        function: Any,
+        kind: OperatorKind,
+        reading: Reading,
         written: Sequence[Value],
         made: list[_Made],
         sizes: list[int],
         known: Known,
         random: _Drawn | None,
     ) -> None:
+        # A call that can be run again on copies of what it has written to.
         values = reading.values
-        positions: list[int] = []
-        old = []
-        taken = () if kind.statistics else written
-        for value in taken:
-            # A target that is not read has the one negative position among the arguments.
-            positions.append(values[value] if value in values else _unread_position(reading.args))
-            old.append(value.tensor)
+        # A target that is not read has the one negative position among the arguments.
+        positions = [values[v] if v in values else _unread_position(reading.args) for v in written]
+        old = [value.tensor for value in written]
+        for value in written:
             # What becomes of the old contents has no bytes of its own from here on.
             Value(value.tensor, constant=value.constant, inside=True)
-        if not (made or taken):
-            return
-        node = Node(
-            function,
-            reading.args,
-            reading.kwargs,
-            reading.anchors,
-            [leaf for leaf, _ in made],
-            positions,
-            random,
-        )
+        leaves = [leaf for leaf, _ in made]
+        node = Node(function, reading.args, reading.kwargs, reading.anchors, leaves, positions, random)
         outputs = self.cache.adopt(
             [value.tensor for value in values],
-            [tensor.storage.size_bytes for tensor in old] + sizes if old else sizes,
-            cost=known.cost or 0,
+            [tensor.storage.size_bytes for tensor in old] + sizes,
+            cost=known.cost,
             name=kind.name,
             handle=node,
             taken=old,
         )
-        for value, output in zip(taken, outputs, strict=False):
+        for value, output in zip(written, outputs, strict=False):
             self.memory.attach(value, output, constant=False)
         for (_, storage), output in zip(made, outputs[len(old) :], strict=True):
             self.memory.place(Value(output, constant=False, inside=True), storage)
@@ -240,13 +259,13 @@ class Runtime:
         if self.before_room is None:
             for value in reading.values:
                 value.tensor.storage.last_access = cache.clock
-            cache.occupy(known.bytes or 0, known.cost or 0)
+            cache.occupy(known.bytes or 0, known.cost)
             for (_, storage), size_bytes in zip(made, sizes, strict=True):
                 memory.place_plain(size_bytes, storage)
         else:
             # Whoever looks wants to know each by name.
             args = [value.tensor for value in reading.values]
-            outputs = cache.adopt(args, sizes, cost=known.cost or 0, name=kind.name, lineage=False)
+            outputs = cache.adopt(args, sizes, cost=known.cost, name=kind.name, lineage=False)
             for (_, storage), output in zip(made, outputs, strict=True):
                 memory.place(Value(output, constant=True, inside=True), storage)
         for value in written:

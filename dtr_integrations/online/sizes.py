@@ -11,6 +11,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 __all__ = ["Known", "SizeTable"]
 
 _MOST_KNOWN = 50_000
+_MEASURED = 5
 
 
 class Known:
@@ -19,14 +20,22 @@ class Known:
     Attributes:
         bytes: of all new outputs together; None until it has run, where neither its meta implementation nor a
             bound on what follows from data says so.
-        cost: nanoseconds, of the first run; None until then.
+        cost: nanoseconds; where it is measured, the least of the first runs, because the very first may be
+            ten times as long.
+        to_measure: how many more runs are to be measured.
     """
 
-    __slots__ = ("bytes", "cost")
+    __slots__ = ("bytes", "cost", "to_measure")
 
     def __init__(self, size_bytes: int | None) -> None:
         self.bytes = size_bytes
-        self.cost: int | None = None
+        self.cost = 0
+        self.to_measure = _MEASURED
+
+    def measured(self, nanoseconds: int) -> None:
+        """One more run has taken so long."""
+        self.cost = nanoseconds if self.to_measure == _MEASURED else min(self.cost, nanoseconds)
+        self.to_measure -= 1
 
 
 class SizeTable:
