@@ -329,13 +329,17 @@ def test_two_threads_each_with_its_own_and_both_with_one() -> None:
         assert not failures
 
 
-def test_the_profilers_peak_is_the_runtimes() -> None:
-    """An MLP's operators have no scratch memory: the true peak is the ledger's, and within the budget."""
-    module, step = build(mlp)
+@pytest.mark.parametrize("name", ["mlp", "views", "lstm_cell", "data_dependent"])
+def test_the_profilers_peak_is_the_runtimes(name: str) -> None:
+    """These models' operators have no scratch memory worth a word: the true peak is within the budget."""
+    module, step = build(CASES[name])
     static = measure.static_bytes([module])
     free = measure.measure_step(step, cleanup=module.zero_grad).peak_bytes
-    for share in (0.7, 0.5):
-        budget = static + int(share * free)
+    counted, _ = peak_of(CASES[name])
+    outside = counted - static - free  # the batch: it lived before the measurement, and the ledger counts it
+    assert outside >= -1000
+    for share in (0.8, 0.6):
+        budget = static + max(0, outside) + int(share * free)
         dtr = runtime(module, budget)
 
         def scoped(dtr: online.DTR = dtr) -> None:
@@ -344,9 +348,8 @@ def test_the_profilers_peak_is_the_runtimes() -> None:
 
         peak = measure.measure_step(scoped, cleanup=module.zero_grad).peak_bytes
         assert dtr.stats.evictions > 0
-        # The batch is counted by the ledger and lived before the measurement.
-        assert peak + static <= budget
         assert dtr.stats.peak_bytes <= budget
+        assert peak + static + max(0, outside) <= budget + 4096
 
 
 def test_nothing_grows_over_steps_with_changing_trees() -> None:
