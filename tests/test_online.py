@@ -15,6 +15,7 @@ from torch import nn
 
 from dtr_integrations import measure, online
 from dtr_integrations.errors import BudgetError, OutOfBudget
+from dtr_integrations.online.operators import kind_of
 from dtr_integrations.online.record import modelled_cost
 
 
@@ -431,3 +432,56 @@ def test_an_operator_of_ones_own_runs_once() -> None:
         h.sum().backward()
     assert dtr.stats.rematerialisations > 0
     assert len(calls) == 3
+
+
+def test_one_scope_over_many_steps() -> None:
+    cell = nn.GRUCell(8, 16)
+    optimizer = torch.optim.Adam(cell.parameters())
+    dtr = runtime(cell, "150KB")
+    h = torch.zeros(64, 16)
+    seen = []
+    with dtr:
+        for _ in range(9):
+            optimizer.zero_grad()
+            for _ in range(6):
+                h = cell(torch.rand(64, 8), h)
+            h.square().mean().backward()
+            optimizer.step()
+            h = h.detach()
+            h.add(0)  # the first operator after a backward takes stock
+            seen.append((*tables(dtr)[:4], dtr.stats.held_bytes))
+    assert dtr.stats.evictions > 0
+    assert seen[2] == seen[5] == seen[8]
+
+
+def test_an_operator_that_draws_and_does_not_say_so() -> None:
+    make = CASES["dropout"]
+    module, step = build(make)
+    dtr = runtime(module, half(make))
+    dropout = torch.ops.aten.bernoulli_.float, torch.ops.aten.native_dropout.default
+    for function in dropout:
+        kind = kind_of(function)
+        assert kind is not None
+        assert kind.random
+        kind.random = False
+        dtr._runtime._kinds[id(function)] = kind
+    torch.manual_seed(1)
+    with dtr:
+        step()
+    assert dtr.stats.rematerialisations > 0
+    assert same(plain(make), outcome(module, None))
+
+
+@pytest.mark.filterwarnings("ignore")  # torch's own remarks on prototypes
+def test_tensors_without_plain_bytes_pass_through() -> None:
+    w = torch.rand(8, requires_grad=True)
+    with runtime(nn.Linear(1, 1), "1MB"):
+        nested = torch.nested.nested_tensor([torch.rand(2, 3), torch.rand(4, 3)], layout=torch.strided)
+        doubled = nested * 2
+        sparse = torch.eye(8).to_sparse() @ w[:, None]
+        shapes = torch.empty(10**9, 8, device="meta") + 1
+        quantized = torch.quantize_per_tensor(torch.rand(4), 0.1, 0, torch.qint8).dequantize()
+        (sparse.sum() + quantized.sum()).backward()
+    assert torch.equal(w.grad, torch.ones(8))
+    assert shapes.shape == (10**9, 8)
+    assert torch.equal(doubled[0], nested[0] * 2)

@@ -28,7 +28,7 @@ def journal(module: torch.nn.Module, step: Callable[[], Any], *, cost: Cost | No
     """
     dtr = DTR(module, budget="1TB", cost=cost)
     written: list[Entry] = []
-    dtr._runtime = _Journaling(written, cost)
+    dtr._runtime = _Journaling(written, cost, dtr._runtime.memory.device_type)
     with dtr:
         step()
         written = list(written)  # what follows when the scope ends is not the step's
@@ -36,8 +36,8 @@ def journal(module: torch.nn.Module, step: Callable[[], Any], *, cost: Cost | No
 
 
 class _Journaling(Runtime):
-    def __init__(self, written: list[Entry], cost: Cost | None) -> None:
-        super().__init__(math.inf, online_policies(Policies(), "lru"), cost)
+    def __init__(self, written: list[Entry], cost: Cost | None, device_type: str) -> None:
+        super().__init__(math.inf, online_policies(Policies(), "lru"), cost, device_type=device_type)
         self.cache = self.memory.cache = _JournalingCache(written, self.cache)
         self.before_room = self.cache.look
 

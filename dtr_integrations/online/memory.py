@@ -77,6 +77,9 @@ class Value:
 class Memory:
     """A `dtr.cache.Driver`.
 
+    Args:
+        device_type: storages elsewhere are followed, and do not count.
+
     Attributes:
         cache: whose driver it is; set by the owner.
         slots: the real storages that are known, by their address.
@@ -84,8 +87,9 @@ class Memory:
         saved: how many cells there are.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, device_type: str) -> None:
         self.cache: Cache
+        self.device_type = device_type
         self.slots: dict[int, Slot] = {}
         self.gone: deque[Slot | Cell] = deque()
         self.saved = 0
@@ -169,6 +173,10 @@ class Memory:
 
     # --- values and storages ---
 
+    def bytes_in(self, storage: torch.UntypedStorage) -> int:
+        """What `storage` counts."""
+        return storage.nbytes() if storage.device.type == self.device_type else 0
+
     def value_of(self, storage: torch.UntypedStorage) -> Value:
         """The value in `storage`; one that is not known yet is a constant from outside.
 
@@ -181,7 +189,7 @@ class Memory:
         if slot is not None:
             self.cache.vacate(slot.size_bytes)
             slot.size_bytes = 0
-        value = Value(self.cache.constant(storage.nbytes()), constant=True, inside=slot is not None)
+        value = Value(self.cache.constant(self.bytes_in(storage)), constant=True, inside=slot is not None)
         if slot is not None:
             slot.value, value.slot = value, slot
         else:

@@ -49,6 +49,8 @@ _BLANK = {
     for name in ("empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided", "empty_permuted")
 }
 _NUMBERS = ("number", "float", "Optional[number]", "Optional[float]", "List[number]", "List[float]")
+# Keep random state of their own.
+_STATEFUL = ("aten::_cudnn_rnn", "aten::_cudnn_init_dropout_state", "aten::miopen_rnn")
 # Change what a tensor's storage is, not only what is in it.
 _RESHAPING = {f"aten::{name}" for name in ("resize_", "resize_as_", "set_", "set_data", "swap_")}
 
@@ -114,6 +116,7 @@ class OperatorKind:
         self.replayable = (
             name.startswith(("aten::", "prims::"))
             and name not in _BLANK
+            and name not in _STATEFUL
             and not self.reshapes
             and not (self.factory and not self.random)
         )

@@ -73,14 +73,16 @@ class Reading:
         kind = arg.__class__
         key = self.key
         if kind in _PLAIN:
+            storage = storage_of(arg)
+            if storage is None:
+                self.is_whole = False
+                key.append(None)
+                return None
             key.append(arg.shape)
             key.append(arg.dtype)
-            try:
-                storage = arg.untyped_storage()
-            except (NotImplementedError, RuntimeError):
-                self.is_whole = False
-                return None
             memory = self._memory
+            if memory.device_type != "cpu":  # two kinds of memory, and what is on the CPU does not count
+                key.append(arg.device)
             slot = memory.slots.get(storage._cdata)
             value = slot.value if slot is not None else None
             if value is None:
@@ -101,9 +103,8 @@ class Reading:
             key.append(len(arg))
             return kind([self._read(element) for element in arg])
         if isinstance(arg, torch.Tensor):
-            key.append(arg.shape)
-            key.append(arg.dtype)
             self.is_whole = False
+            key.append(None)
             return None
         key.append(kind)
         if kind is not torch.Generator:
@@ -112,9 +113,9 @@ class Reading:
 
 
 def storage_of(tensor: torch.Tensor) -> torch.UntypedStorage | None:
-    """The storage that has a tensor's bytes; None where that is not one plain storage (sparse, subclasses,
-    wrapped by functorch)."""
-    if tensor.__class__ not in _PLAIN:
+    """The storage that has a tensor's bytes; None where that is not one plain storage (sparse, nested, meta,
+    subclasses, wrapped by functorch)."""
+    if tensor.__class__ not in _PLAIN or tensor.is_nested or tensor.is_meta:
         return None
     try:
         return tensor.untyped_storage()

@@ -36,8 +36,9 @@ class Runtime:
     Args:
         budget_bytes: of all storages that it sees.
         policies: the cache's; see `online_policies`.
-        cost: nanoseconds of an operator from (function, args, kwargs, result). None: measured once for each
+        cost: nanoseconds of an operator from (function, args, kwargs, result). None: measured, for each
             operator and shapes.
+        device_type: of the memory that the budget is for.
 
     Attributes:
         cache: decides.
@@ -45,16 +46,19 @@ class Runtime:
         before_room: called where room may have to be made; None: nobody looks.
     """
 
-    def __init__(self, budget_bytes: float, policies: Policies, cost: Cost | None = None) -> None:
-        self.memory = memory = Memory()
+    def __init__(
+        self, budget_bytes: float, policies: Policies, cost: Cost | None = None, *, device_type: str = "cpu"
+    ) -> None:
+        self.memory = memory = Memory(device_type)
         self.cache = memory.cache = Cache(budget_bytes, policies, driver=memory, may_evict=memory.may_evict)
         self.before_room: Callable[[], None] | None = None
         self._lock = threading.RLock()
         self._gone = memory.gone
+        self._went_back = False  # since the last operator outside of a backward
         self._cost = cost
         self._kinds: dict[int, Any] = {}
         self._functions: list[Any] = []  # kept, so that none is replaced by another at its address
-        self._sizes = SizeTable()
+        self._sizes = SizeTable(device_type)
 
     def call(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run an operator of the program."""
@@ -68,6 +72,9 @@ class Runtime:
         with self._lock:
             if self._gone:
                 self.memory.settle()
+            if self._went_back and _graph_task() == -1:
+                self._went_back = False
+                self.settle()
             return self._run(function, kind, args, kwargs)
 
     def pack(self, tensor: torch.Tensor) -> Any:
@@ -97,6 +104,7 @@ class Runtime:
             return packed
         cell = packed.cell
         with self._lock:
+            self._went_back = True
             if self._gone:
                 self.memory.settle()
             tensor = cell.tensor
@@ -117,7 +125,7 @@ class Runtime:
         with self._lock:
             storage = storage_of(tensor)
             if storage is not None and storage._cdata not in self.memory.slots:
-                self.cache.make_room(storage.nbytes(), what)
+                self.cache.make_room(self.memory.bytes_in(storage), what)
                 self.memory.value_of(storage)
 
     def settle(self) -> None:
@@ -148,6 +156,7 @@ class Runtime:
         if kind.random:
             generator = _generator_of(args, kwargs)
             random = generator, generator.get_state()
+        unseen = self._unseen_state(kind, known)
         if not known.to_measure:
             result = function(*args, **kwargs)
         elif self._cost is not None:
@@ -158,6 +167,8 @@ class Runtime:
             start = time.perf_counter_ns()
             result = function(*args, **kwargs)
             known.measured(time.perf_counter_ns() - start)
+        if unseen is not None and not torch.equal(unseen, torch.default_generator.get_state()):
+            kind.random, lineage = True, False  # from now on its state is kept
         made, sizes = self._made(result, known, kind)
         if lineage and reading.is_whole:
             if written and not kind.statistics:
@@ -168,6 +179,13 @@ class Runtime:
             self._take_constants(kind, reading, written, made, sizes, known)
         return result
 
+    @staticmethod
+    def _unseen_state(kind: OperatorKind, known: Known) -> torch.Tensor | None:
+        # The generator's state before the first run of an operator that does not say that it draws.
+        if kind.random or not kind.replayable or not known.is_new:
+            return None
+        return torch.default_generator.get_state()
+
     def _made(self, result: Any, known: Known, kind: OperatorKind) -> tuple[list[_Made], list[int]]:
         # (leaf of the result, storage) of each storage that is new, and their sizes.
         slots = self.memory.slots
@@ -175,7 +193,7 @@ class Runtime:
             storage = storage_of(result)
             if storage is None or storage._cdata in slots:
                 return [], []
-            size_bytes = storage.nbytes()
+            size_bytes = self.memory.bytes_in(storage)
             if known.bytes != size_bytes:
                 known.bytes = size_bytes
                 self.cache.make_room(size_bytes, kind.name)
@@ -186,7 +204,7 @@ class Runtime:
             if storage is not None and storage._cdata not in slots:
                 found.setdefault(storage._cdata, (index, storage))
         made = list(found.values())
-        sizes = [storage.nbytes() for _, storage in made]
+        sizes = [self.memory.bytes_in(storage) for _, storage in made]
         if known.bytes != sum(sizes):
             known.bytes = sum(sizes)
             self.cache.make_room(known.bytes, kind.name)
@@ -273,9 +291,10 @@ class Runtime:
             if storage is None:
                 continue
             storage._fix_weakref()
-            if not value.constant or storage.nbytes() != value.tensor.storage.size_bytes:
+            size_bytes = memory.bytes_in(storage)
+            if not value.constant or size_bytes != value.tensor.storage.size_bytes:
                 memory.detach(value)
-                memory.attach(value, cache.constant(storage.nbytes()), constant=True)
+                memory.attach(value, cache.constant(size_bytes), constant=True)
 
     def _targets(
         self, kind: OperatorKind, args: tuple[Any, ...], kwargs: dict[str, Any], lineage: bool
@@ -299,7 +318,7 @@ class Runtime:
             # A constant made within the scope that is written whole: what it holds then follows from the
             # operator alone.
             (value,), (tensor,) = found, tensors
-            size_bytes = value.tensor.storage.size_bytes
+            size_bytes = tensor.untyped_storage().nbytes()
             whole = tensor.is_contiguous() and tensor.numel() * tensor.element_size() == size_bytes
             if value.constant and value.inside and whole:
                 return list(found), tensors

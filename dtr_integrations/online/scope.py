@@ -64,7 +64,7 @@ class DTR:
         module: its parameters, buffers and gradients count from the start.
         budget: of all tensors that the step holds at once: ``"2GB"``, ``"90%"``, ``"auto"``; see `units`.
         heuristic: a key of `dtr.HEURISTICS`, or a `Heuristic`.
-        cost: nanoseconds of an operator from (function, args, kwargs, result). None: measured, once for each
+        cost: nanoseconds of an operator from (function, args, kwargs, result). None: measured, for each
             operator and shapes. `online.record.modelled_cost` takes the same decisions on every run.
         policies: the other choices of the state machine.
 
@@ -84,9 +84,11 @@ class DTR:
         policies: Policies | None = None,
     ) -> None:
         self.module = module
-        budget_bytes = parse_budget(budget, device_total_bytes=lambda: _total_bytes(module))
+        budget_bytes = parse_budget(budget, device_total_bytes=lambda: device_total_bytes(_device(module)))
         chosen = policies or Policies(search="indexed")
-        self._runtime = Runtime(budget_bytes, online_policies(chosen, heuristic), cost)
+        self._runtime = Runtime(
+            budget_bytes, online_policies(chosen, heuristic), cost, device_type=_device(module).type
+        )
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """The module's result, computed within a scope."""
@@ -230,5 +232,5 @@ def _scopes() -> list[_Scope | None]:
     return _active.scopes
 
 
-def _total_bytes(module: torch.nn.Module) -> int:
-    return device_total_bytes(next((p.device for p in module.parameters()), torch.device("cpu")))
+def _device(module: torch.nn.Module) -> torch.device:
+    return next((p.device for p in module.parameters()), torch.device("cpu"))

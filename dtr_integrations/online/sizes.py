@@ -32,17 +32,27 @@ class Known:
         self.cost = 0
         self.to_measure = _MEASURED
 
+    @property
+    def is_new(self) -> bool:
+        """Whether it has not run yet."""
+        return self.to_measure == _MEASURED
+
     def measured(self, nanoseconds: int) -> None:
         """One more run has taken so long."""
-        self.cost = nanoseconds if self.to_measure == _MEASURED else min(self.cost, nanoseconds)
+        self.cost = nanoseconds if self.is_new else min(self.cost, nanoseconds)
         self.to_measure -= 1
 
 
 class SizeTable:
-    """Output sizes by operator, shapes and dtypes of its arguments, and its other arguments."""
+    """Output sizes by operator, shapes and dtypes of its arguments, and its other arguments.
 
-    def __init__(self) -> None:
+    Args:
+        device_type: what is made elsewhere does not count.
+    """
+
+    def __init__(self, device_type: str) -> None:
         self._known: dict[Any, Known] = {}
+        self._device_type = device_type
 
     def look_up(self, key: Sequence[Any], function: Any, args: Any, kwargs: dict[str, Any]) -> Known:
         """What is known of a call; see `Reading.key`. The first of its kind is run on meta tensors."""
@@ -50,7 +60,7 @@ class SizeTable:
         try:
             known = self._known.get(whole)
         except TypeError:  # an argument that cannot be hashed
-            return Known(_allocated(function, args, kwargs))
+            return Known(self._allocated(function, args, kwargs))
         if known is not None:
             return known
         bound = _BOUNDS.get(function._schema.name)
@@ -59,8 +69,16 @@ class SizeTable:
             return Known(size_bytes)  # it follows from data: each call has its own
         if len(self._known) >= _MOST_KNOWN:  # shapes without end: what comes back is learnt again
             self._known.clear()
-        known = self._known[whole] = Known(_allocated(function, args, kwargs))
+        known = self._known[whole] = Known(self._allocated(function, args, kwargs))
         return known
+
+    def _allocated(self, function: Any, args: Any, kwargs: dict[str, Any]) -> int | None:
+        leaves = tree_leaves((args, kwargs))
+        devices = [leaf.type for leaf in leaves if isinstance(leaf, torch.device)]
+        devices = devices or [leaf.device.type for leaf in leaves if isinstance(leaf, torch.Tensor)]
+        if devices and self._device_type not in devices:
+            return 0
+        return _allocated(function, args, kwargs)
 
 
 def _allocated(function: Any, args: Any, kwargs: dict[str, Any]) -> int | None:
