@@ -427,7 +427,7 @@ def gpt_like(layers: int = 6, d: int = 16, fingerprint: str = "gpt") -> JointGra
     return b.finish([result], grads, fingerprint=fingerprint, default_saved=sorted(saved))
 
 
-def training_graph(seed: int, ops: int, fingerprint: str = "random") -> JointGraph:
+def training_graph(seed: int, ops: int, *, views: bool = True) -> JointGraph:
     """A random network of about `ops` ops and its backward: each op's gradient reads some of what the op read
     and made; sizes and costs vary by a factor of 16. Half of them carry what generated code would say."""
     rng = random.Random(seed)
@@ -449,7 +449,7 @@ def training_graph(seed: int, ops: int, fingerprint: str = "random") -> JointGra
             size = max(b.sizes[b.ops[i].value] for i in inputs)
             once = rng.random() < 0.03
             made = b.add(OpKind.POINTWISE, inputs, size, cost=rng.choice([0.5, 1, 2]), replayable=not once)
-        elif roll < 0.9:
+        elif roll < 0.9 and views:
             made = b.add(OpKind.VIEW, inputs[:1])
         else:
             made = b.add(OpKind.REDUCTION, inputs, rng.choice([1, 2]), cost=rng.choice([0.5, 1]))
@@ -473,7 +473,7 @@ def training_graph(seed: int, ops: int, fingerprint: str = "random") -> JointGra
         if extern:
             results.append(b.add(OpKind.EXTERN, [g, inputs[0]], 4, cost=16))
     results = results or [g for grads in incoming.values() for g in grads[-1:]]
-    graph = b.finish([out], results, fingerprint=fingerprint)
+    graph = b.finish([out], results)
     if rng.random() < 0.5:
         made_too = [frozenset(op.index for op in graph.ops if rng.random() < 0.6) for _ in range(2)]
         graph = dataclasses.replace(graph, buffers=(made_too[0], made_too[1]))

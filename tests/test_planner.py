@@ -1,18 +1,33 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import time
 from itertools import pairwise
 
 import pytest
-from graphs import chain, gpt_like, step_of, steps
+from graphs import chain, gpt_like, saveable, step_of, steps, training_graph
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dtr_integrations.core.graph import OpKind, RegionKind, StaticMemory, StepGraph
-from dtr_integrations.core.schedule import default_schedules, schedule_for, validate
-from dtr_integrations.core.simulate import Observation, calibrate, correct, simulate_graph, simulate_step
-from dtr_integrations.planner import Frontier, Problem, blocks, greedy, holders, local, search
+from dtr_integrations.core.graph import OpKind, Phase, RegionKind, StaticMemory, StepGraph
+from dtr_integrations.core.schedule import (
+    backward_program,
+    default_schedules,
+    is_tangent,
+    must_save,
+    schedule_for,
+    validate,
+)
+from dtr_integrations.core.simulate import (
+    Observation,
+    calibrate,
+    correct,
+    entry_weights,
+    simulate_graph,
+    simulate_step,
+)
+from dtr_integrations.planner import Frontier, Problem, blocks, greedy, holders, local, mincut, search
 from dtr_integrations.planner.archive import Archive
 from dtr_integrations.planner.state import StepState
 
@@ -183,3 +198,59 @@ def test_a_step_without_graphs_has_only_the_default() -> None:
     assert len(frontier.points) == 1
     assert frontier.at(7) is frontier.default
     assert frontier.at(6) is None
+
+
+@pytest.mark.parametrize("seed", [0, 8, 13, 19, 33])
+def test_a_cut_is_the_best_save_set_at_its_price(seed: int) -> None:
+    graph = training_graph(seed, 34, views=False)
+    weights = entry_weights(graph)
+
+    def scored(saved: tuple[int, ...]) -> tuple[float, int]:
+        """(ms run again, bytes handed over and 1 for each value) of a save set."""
+        schedule = schedule_for(graph, saved)
+        program = backward_program(graph, schedule)
+        entries = [graph.ops[i] for i in program.ops[: program.entries]]
+        held = [
+            op for op in entries if op.phase is not Phase.INPUT or (weights[op.value] and not is_tangent(op))
+        ]
+        again = sum(graph.ops[item.value].cost_ms for item in schedule.recompute)
+        return again, sum(weights[op.value] + 1 for op in held)
+
+    known = must_save(graph)
+    choice = [i for i in saveable(graph) if i not in known]
+    assert len(choice) < 15
+    every = [
+        scored(saved) for size in range(len(choice) + 1) for saved in itertools.combinations(choice, size)
+    ]
+    sets = list(mincut.cut_save_sets(graph))
+    assert len(sets) > 2
+    for saved in sets:
+        again, size = scored(saved)
+        # On the lower hull: no price at all would make it lose, so no other is lower and faster.
+        assert not any(a < again - 1e-9 and s <= size for a, s in every)
+        assert not any(a <= again + 1e-9 and s < size for a, s in every)
+    for price in (0.01, 0.1, 1.0, 5.0):
+        best = min(a + price * s for a, s in every)
+        cut = mincut.cheapest(graph, price)
+        again, size = scored(cut)
+        assert again + price * size == pytest.approx(best)
+
+
+@pytest.mark.parametrize("quarter", [1, 2, 3])
+def test_tabu_search_leaves_where_fill_is_stuck(quarter: int) -> None:
+    graph = gpt_like(2)
+    step = step_of([graph], error_bytes=0)
+    problem = problem_of(step)
+    low = search(problem).lowest
+    target = low.peak_bytes + (step.default_peak_bytes - low.peak_bytes) * quarter // 4
+    state = StepState(step, problem.correction, [low.schedules[0].saved])
+    archive = Archive()
+    local.fill(state, archive, target)
+    stuck = state.cost_ms
+    local.escape(state, archive, target, effort=3000)
+    best = archive.at(target)
+    assert best is not None
+    assert best.cost_ms < stuck - 1
+    state.assign(best.saved)
+    assert state.peak_bytes == best.peak_bytes <= target
+    assert state.cost_ms == pytest.approx(best.cost_ms)

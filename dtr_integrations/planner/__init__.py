@@ -1,25 +1,29 @@
 """Search: from a captured step to the Pareto set of plans. `search(problem) -> Frontier`.
 
 One algorithm a file: `greedy` (the second seed's), `blocks` (whole-block starts), `baselines` (what torch
-would save), `local` (descent by excess, adding back, swapping); `state` is the incremental simulator that
-scores them all, `archive` the Pareto set. `relaxation` is the same model as linear rows: `bound` gets lower
-bounds from them, `exact` the optimum of small graphs. No randomness: the same problem gives the same
-frontier.
+would save), `mincut` (minimum cuts at every price of a byte), `local` (descent by excess, adding back,
+swapping, tabu search); `state` is the incremental simulator that scores them all, `archive` the Pareto set.
+`relaxation` is the same model as linear rows: `bound` gets lower bounds from them, `exact` the optimum of
+small graphs. No randomness: the same problem gives the same frontier.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 from ..core.schedule import default_schedules
-from . import baselines, blocks, greedy, local
+from . import baselines, blocks, greedy, local, mincut
 from .archive import Archive, Entry, Frontier, FrontierPoint
 from .infeasible import holders
-from .problem import Problem
+from .problem import Problem, SaveSets
 from .state import StepState
 
 __all__ = ["Frontier", "FrontierPoint", "Problem", "holders", "search"]
 
 _LEVELS = 12  # targets between the lowest peak and the default's at which the local search is run
 _POLISH = 6  # swaps tried at the focus
+_EFFORT = 2000  # moves tried there to escape from the best that the rest found, at most,
+_EFFORT_OPS = 600_000  # and times the ops of the step: a move's price goes with these
 
 
 def search(problem: Problem) -> Frontier:
@@ -39,20 +43,45 @@ def search(problem: Problem) -> Frontier:
 
 
 def _explore(problem: Problem, state: StepState, archive: Archive) -> None:
-    for saved in (*baselines.starts(problem), *blocks.starts(problem)):
-        state.assign(saved)
-        archive.add(state)
+    _add(state, archive, (*baselines.starts(problem), *blocks.starts(problem)))
     state.assign([g.default_saved for g in problem.step.graphs])
     greedy.descend(state, archive)
     for _ in range(2):
         if (low := archive.lowest) is not None:
             state.assign(low.saved)
             greedy.descend(state, archive)
-    for target in _targets(problem, archive):
+    targets = _targets(problem, archive)
+    for target in targets:
         _improve_at(state, archive, target)
-        if target == problem.focus_bytes and (entry := archive.at(target)) is not None:
-            state.assign(entry.saved)
-            local.polish(state, archive, target, tries=_POLISH)
+    known = {target: archive.around(target) for target in targets}
+    _add(
+        state, archive, mincut.starts(problem)
+    )  # only now: they must not keep the others from being improved
+    for target in targets:
+        if archive.around(target) != known[target]:
+            _improve_at(state, archive, target)
+    if problem.focus_bytes in targets:
+        _focus(state, archive, problem.focus_bytes)
+
+
+def _add(state: StepState, archive: Archive, starts: Iterable[SaveSets]) -> None:
+    for saved in starts:
+        state.assign(saved)
+        archive.add(state)
+
+
+def _focus(state: StepState, archive: Archive, target: int) -> None:
+    """Where the budget lies: swaps, and tabu searches from the best known plan and from the next one over."""
+    if (entry := archive.at(target)) is not None:
+        state.assign(entry.saved)
+        local.polish(state, archive, target, tries=_POLISH)
+    ops = sum(len(graph.graph.ops) for graph in state.graphs)
+    for entry in archive.around(target):
+        state.assign(entry.saved)
+        local.escape(state, archive, target, effort=min(_EFFORT, _EFFORT_OPS // ops))
+    if (entry := archive.at(target)) is not None:
+        state.assign(entry.saved)
+        local.fill(state, archive, target)
 
 
 def _targets(problem: Problem, archive: Archive) -> list[int]:

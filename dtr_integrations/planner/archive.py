@@ -49,6 +49,11 @@ class Archive:
         index = bisect_right(self._peaks, peak_bytes)
         return self.entries[index - 1] if index else None
 
+    def around(self, peak_bytes: int) -> tuple[Entry, ...]:
+        """The fastest state at or under `peak_bytes` and the lowest one over it, as far as they are known."""
+        index = bisect_right(self._peaks, peak_bytes)
+        return tuple(self.entries[max(index - 1, 0) : index + 1])
+
     @property
     def lowest(self) -> Entry | None:
         """The state with the lowest peak."""

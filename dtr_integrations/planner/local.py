@@ -6,7 +6,8 @@ better"). Descents here follow the *excess*, the bytes above a target summed ove
 peak: of two equal peaks the first one lowered counts as progress, so that the descent does not stall where
 the greedy does.
 
-What it does not do: it is no exact method, and it moves by single storages (and pairs, in a swap). Values are
+What it does not do: it is no exact method (`exact` is), and it moves by single storages (and pairs, in a
+swap). Values are
 recomputed once; a second copy is never tried.
 """
 
@@ -19,7 +20,16 @@ from ..core.graph import OpKind
 from .archive import Archive
 from .state import StepState
 
-__all__ = ["descend", "fill", "polish"]
+__all__ = ["descend", "escape", "fill", "polish"]
+
+_Move = tuple[int, tuple[int, ...]]  # a graph, and ops of it to save or to drop together
+_TENURE = 6  # turns for which a move is not taken back
+_REFRESH = 5  # turns after which all moves are looked at again
+_SHORT = 16  # moves looked at in between
+_PATIENCE = 60  # turns without progress
+_PRICE = 0.1  # of the default's time, for all bytes between target and default: the first price of a byte
+_DEARER, _CHEAPER = 1.3, 0.8
+_MATTERS = 2e-3  # of the same: a move that changes less than that is left to `fill`
 
 
 def addable(state: StepState) -> Iterator[tuple[int, int]]:
@@ -128,3 +138,52 @@ def polish(state: StepState, archive: Archive, target_bytes: int, *, tries: int)
             best = state.cost_ms
         else:
             state.assign(start)
+
+
+def escape(state: StepState, archive: Archive, target_bytes: int, *, effort: int) -> None:
+    """Tabu search at the target (Glover 1989): the best single move, also where it is worse, never straight
+    back.
+
+    A byte over the target has a price, which rises while the state is over it and falls while it is not, so
+    that the walk crosses the target again and again (strategic oscillation). Every state on the way is
+    archived. `effort`: moves tried; most are tried on a short list of what looked best lately.
+    """
+    span_bytes = state.step.default_peak_bytes - target_bytes
+    if span_bytes <= 0:
+        return
+    price = _PRICE * state.default_ms / span_bytes
+    banned: dict[tuple[int, int], int] = {}
+    listed: list[_Move] = []
+    idle = 0
+    for turn in range(effort):
+        whole = turn % _REFRESH == 0 or not listed
+        if whole:
+            listed = [*droppable(state), *((g, (i,)) for g, i in addable(state))]
+        peak, cost = state.peak_bytes, state.cost_ms
+        scored: list[tuple[float, int, tuple[int, ...]]] = []
+        for g, group in listed:
+            if any(banned.get((g, i), -1) > turn for i in group):
+                continue
+            effort -= 1
+            mark = state.graphs[g].mark()
+            state.graphs[g].flip(*group)
+            new_peak, new_cost = state.peak_bytes, state.cost_ms
+            state.graphs[g].rollback(mark)
+            if (
+                abs(new_cost - cost) > _MATTERS * state.default_ms
+                or abs(new_peak - peak) > _MATTERS * span_bytes
+            ):
+                scored.append((new_cost + price * max(0, new_peak - target_bytes), g, group))
+        if effort <= 0 or idle > _PATIENCE or (whole and not scored):
+            return
+        listed = []
+        if scored:
+            _, g, group = min(scored)
+            listed = [(g, group) for _, g, group in heapq.nsmallest(_SHORT + 1, scored)[1:]]
+            state.graphs[g].flip(*group)
+            state.graphs[g].commit()
+            banned.update({(g, i): turn + _TENURE + turn % 5 for i in group})
+        before = archive.at(target_bytes)
+        archive.add(state)
+        idle = 0 if archive.at(target_bytes) is not before else idle + 1
+        price *= _DEARER if state.peak_bytes > target_bytes else _CHEAPER
