@@ -585,6 +585,9 @@ class Cache:
         if storage.locks > storage.pinned:
             self._released_in_use.add(storage)
             return
+        if self._forget and not storage.children:
+            self._try_discard(storage)
+            return
         if self._eager and storage.resident and not storage.pinned:
             self.releases += 1
             self._evict(storage)

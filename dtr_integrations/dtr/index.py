@@ -53,7 +53,7 @@ class IndexedSearch:
         self._ahead = [0.0]
         self._waiting: dict[Storage, None] = {}
         self._stamp = 0
-        neighborhood.watch = self._outdated
+        self._neighborhood = neighborhood
 
     def added(self, storage: Storage) -> None:
         """See `Search`. Called for storages without an entry in a heap."""
@@ -123,6 +123,9 @@ class IndexedSearch:
     def _start(self, pool: Pool, clock: int) -> None:
         for heap in self._heaps:
             self._disown(heap)
+        self._neighborhood.watch = (
+            self._outdated
+        )  # from the first search on: there is nothing to outdate before
         # A rung for every factor in the pool's size, and none that would be reached at the next tick.
         mean = clock - sum([storage.last_access for storage in pool]) / len(pool)
         rungs = min(math.ceil(math.log(len(pool) + 1, _NEARER)), _MOST_RUNGS)

@@ -90,6 +90,7 @@ class Memory:
     def __init__(self, device_type: str) -> None:
         self.cache: Cache
         self.device_type = device_type
+        self._one_memory = device_type == "cpu" and not torch.accelerator.is_available()
         self.slots: dict[int, Slot] = {}
         self.gone: deque[Slot | Cell] = deque()
         self.saved = 0
@@ -175,7 +176,8 @@ class Memory:
 
     def bytes_in(self, storage: torch.UntypedStorage) -> int:
         """What `storage` counts."""
-        return storage.nbytes() if storage.device.type == self.device_type else 0
+        counts = self._one_memory or storage.device.type == self.device_type
+        return storage.nbytes() if counts else 0
 
     def value_of(self, storage: torch.UntypedStorage) -> Value:
         """The value in `storage`; one that is not known yet is a constant from outside.

@@ -156,19 +156,11 @@ class Runtime:
         if kind.random:
             generator = _generator_of(args, kwargs)
             random = generator, generator.get_state()
-        unseen = self._unseen_state(kind, known)
-        if not known.to_measure:
-            result = function(*args, **kwargs)
-        elif self._cost is not None:
-            result = function(*args, **kwargs)
-            known.cost = self._cost(function, args, kwargs, result)
-            known.to_measure = 0
+        if known.to_measure:
+            result, drew = self._run_measured(function, kind, known, args, kwargs)
+            lineage = lineage and not drew
         else:
-            start = time.perf_counter_ns()
             result = function(*args, **kwargs)
-            known.measured(time.perf_counter_ns() - start)
-        if unseen is not None and not torch.equal(unseen, torch.default_generator.get_state()):
-            kind.random, lineage = True, False  # from now on its state is kept
         made, sizes = self._made(result, known, kind)
         if lineage and reading.is_whole:
             if written and not kind.statistics:
@@ -179,12 +171,30 @@ class Runtime:
             self._take_constants(kind, reading, written, made, sizes, known)
         return result
 
-    @staticmethod
-    def _unseen_state(kind: OperatorKind, known: Known) -> torch.Tensor | None:
-        # The generator's state before the first run of an operator that does not say that it draws.
-        if kind.random or not kind.replayable or not known.is_new:
-            return None
-        return torch.default_generator.get_state()
+    def _run_measured(
+        self,
+        function: Any,
+        kind: OperatorKind,
+        known: Known,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+    ) -> tuple[Any, bool]:
+        # One of an operator's first runs; its result, and whether it turned out to draw random numbers and
+        # not say so. Its state is kept from then on.
+        watched = known.is_new and kind.replayable and not kind.random
+        state = torch.default_generator.get_state() if watched else None
+        start = time.perf_counter_ns()
+        result = function(*args, **kwargs)
+        took = time.perf_counter_ns() - start
+        if self._cost is None:
+            known.measured(took)
+        else:
+            known.cost = self._cost(function, args, kwargs, result)
+            known.to_measure = 0
+        if state is None or torch.equal(state, torch.default_generator.get_state()):
+            return result, False
+        kind.random = True
+        return result, True
 
     def _made(self, result: Any, known: Known, kind: OperatorKind) -> tuple[list[_Made], list[int]]:
         # (leaf of the result, storage) of each storage that is new, and their sizes.
