@@ -158,6 +158,15 @@ def test_calling_it_and_going_back_outside() -> None:
     assert tables(dtr)[2:6] == (0,) * 4
 
 
+def test_what_it_does_not_have_itself_is_the_modules() -> None:
+    module, _ = build(mlp)
+    dtr = runtime(module, "1GB")
+    assert list(dtr.parameters()) == list(module.parameters())
+    assert list(dtr.state_dict()) == list(module.state_dict())
+    with pytest.raises(AttributeError, match="no attribute 'missing'"):
+        _ = dtr.missing
+
+
 def test_an_inner_scope_does_nothing() -> None:
     module, step = build(mlp)
     outer, inner = runtime(module, half()), runtime(module, "1B")

@@ -56,9 +56,10 @@ class DTR:
                 loss_fn(model(x), y).backward()
             optimizer.step()
 
-    Calling ``dtr(x)`` is ``module(x)`` in a scope of its own. A backward outside of any scope computes again
-    what it needs, but its own temporaries are not counted then. Scopes do not nest: an inner one, of another
-    `DTR` too, does nothing.
+    Calling ``dtr(x)`` is ``module(x)`` in a scope of its own; attributes that it does not have itself are the
+    module's (``dtr.parameters()``, ``dtr.state_dict()``, ``dtr.train()``). A backward outside of any scope
+    computes again what it needs, but its own temporaries are not counted then. Scopes do not nest: an inner
+    one, of another `DTR` too, does nothing.
 
     Args:
         module: its parameters, buffers and gradients count from the start.
@@ -94,6 +95,11 @@ class DTR:
         """The module's result, computed within a scope."""
         with self:
             return self.module(*args, **kwargs)
+
+    def __getattr__(self, name: str) -> Any:
+        if name in ("module", "_runtime"):  # not there yet: in a copy that is being made
+            raise AttributeError(name)
+        return getattr(self.module, name)
 
     def __enter__(self) -> DTR:
         scopes = _scopes()
