@@ -34,6 +34,7 @@ __all__ = [
     "relaxation_of",
     "slowdown_bound",
     "solve",
+    "solve_with_cuts",
     "with_bounds",
 ]
 
@@ -47,7 +48,8 @@ _SAFE = 1e-6  # share of the bound given up for the solver's tolerances
 class Tangent:
     """No schedule with a peak of `b` bytes takes less than `cost_ms + ms_per_byte × (b − budget_bytes)`.
 
-    `cost_ms` is infinite where no schedule fits into the budget at all; that says nothing about others.
+    `cost_ms` is infinite where no schedule fits into the budget at all, and `ms_per_byte` minus infinity
+    where no slope is known; then it bounds the budget itself and lower ones.
     """
 
     budget_bytes: int
@@ -56,7 +58,7 @@ class Tangent:
 
     def at(self, budget_bytes: int) -> float:
         """The bound at another budget, in ms."""
-        if self.cost_ms == float("inf"):
+        if float("inf") in (self.cost_ms, -self.ms_per_byte):
             return self.cost_ms if budget_bytes <= self.budget_bytes else 0.0
         return max(0.0, self.cost_ms + self.ms_per_byte * (budget_bytes - self.budget_bytes))
 
@@ -143,18 +145,52 @@ def _fullest(places: Sequence[int], level: Sequence[int], count: int) -> list[in
     ]
 
 
-def lower_bounds(problem: Problem, budgets: Sequence[int], *, seconds: float = 10.0) -> list[Tangent]:
-    """Bounds at some budgets (bytes), the first ones first, as far as the time goes; none without scipy."""
+def solve_with_cuts(relaxation: Relaxation, budget_bytes: int, *, seconds: float) -> Tangent | None:
+    """A higher bound at one budget: the rows with whole numbers as far as the solver's own cutting planes go,
+    without branching. Many times dearer than `solve`."""
+    from scipy.optimize import Bounds, LinearConstraint, milp
+
+    linear = relaxation.linear
+    lower, upper = np.array(linear.lower), np.array(linear.upper)
+    lower[relaxation.budget] = upper[relaxation.budget] = budget_bytes / relaxation.scale
+    table, least = matrix(linear, linear.rows)
+    result = milp(
+        linear.cost,
+        integrality=np.array(linear.integer, dtype=int),
+        bounds=Bounds(lower, upper),
+        constraints=LinearConstraint(table, lb=least),
+        options={"time_limit": max(seconds, 0.01), "node_limit": 1, "mip_rel_gap": 0.0},
+    )
+    if result.status == 2:
+        return Tangent(budget_bytes=budget_bytes, cost_ms=float("inf"), ms_per_byte=0.0)
+    known = getattr(result, "mip_dual_bound", None)
+    if known is None or not np.isfinite(known):
+        return None
+    cost_ms = float(known) + linear.constant
+    return Tangent(
+        budget_bytes=budget_bytes, cost_ms=cost_ms - _SAFE * abs(cost_ms), ms_per_byte=float("-inf")
+    )
+
+
+def lower_bounds(
+    problem: Problem, budgets: Sequence[int], *, seconds: float = 10.0, cuts: bool = False
+) -> list[Tangent]:
+    """Bounds at some budgets (bytes), the first ones first, as far as the time goes; none without scipy.
+
+    `cuts`: a second, higher one for each budget (`solve_with_cuts`), from all rows; for graphs of up to a few
+    hundred ops. Planning goes without.
+    """
     if not available() or not problem.step.graphs:
         return []
     stop = time.monotonic() + seconds
-    relaxation = relaxation_of(problem, size=_SIZE)
+    relaxation = relaxation_of(problem, size=None if cuts else _SIZE)
     found = []
     for budget in budgets:
         if (left := stop - time.monotonic()) <= 0:
             break
-        if (tangent := solve(relaxation, budget, seconds=left)) is not None:
-            found.append(tangent)
+        solvers = (solve, solve_with_cuts) if cuts else (solve,)
+        bounds = (solver(relaxation, budget, seconds=left) for solver in solvers)
+        found += [tangent for tangent in bounds if tangent is not None]
     return found
 
 

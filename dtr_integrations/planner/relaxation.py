@@ -31,6 +31,7 @@ from .state import GraphState, StepState
 __all__ = ["GraphRows", "Relaxation"]
 
 _DEEPEST = 6  # views and inlined values followed from a storage to the kernels that read it
+_MOST_WAYS = 64  # ways from a storage to its readers in the forward
 _CERTAIN: Expr = {ONE: 1.0}
 _NOTHING: Mapping[int, Expr] = MappingProxyType({})
 
@@ -69,6 +70,8 @@ class GraphRows:
         self._chains()
         self._levels()
         self._made()
+        self._forward_reads: dict[int, list[tuple[tuple[int, ...], int]]] = {}
+        self._behind: dict[int, list[tuple[int, tuple[int, ...]]]] = {}
         self._asked: dict[int, list[Expr]] = {}
         self._whole: set[int] = set()  # places whose `asked` is no more than is true, either
         self.handed: dict[int, Expr] = self._handed()
@@ -408,11 +411,31 @@ class GraphRows:
                 if ops[i].phase is Phase.INPUT:
                     if self._read_by(u) >= t:
                         yield self.rerun[u]
-                elif kept and self._never(u):
-                    if self.until[u] >= t and self.last[u] >= t and ops[u].value != storage:
-                        yield add((1, kept), (-1, self.saved[u]))
-                elif kept and (later := self._later(u, t)):
-                    yield add((1, kept), (1, later), (-1, _CERTAIN))
+                elif kept and self._never(u) and self.last[u] >= t and ops[u].value != storage:
+                    yield add((1, kept), (-1, self.saved[u]))
+            if kept and ops[i].phase is not Phase.INPUT:
+                for u, fused in self._readers_behind(i):
+                    if later := self._later(u, t):
+                        unless = ((-1, self.saved[f]) for f in fused)
+                        yield add((1, kept), (1, later), (-1, _CERTAIN), *unless)
+
+    def _readers_behind(self, i: int) -> list[tuple[int, tuple[int, ...]]]:
+        """(op, what is fused in between) for what reads the value of op `i` when it runs again."""
+        if (known := self._behind.get(i)) is None:
+            known = self._behind[i] = []
+            stack: list[tuple[int, tuple[int, ...]]] = [(i, ())]
+            seen = {i}
+            while stack:
+                j, fused = stack.pop()
+                for u in self._rerunners(j):
+                    if u in seen:
+                        continue
+                    seen.add(u)
+                    if not self._never(u):
+                        known.append((u, fused))
+                    elif len(fused) < _DEEPEST:
+                        stack.append((u, (*fused, u)))
+        return known
 
     def _later(self, u: int, t: int) -> Expr:
         """1 if op `u` runs again, but only after op `t` of the backward; nothing where that is not known."""
@@ -440,9 +463,7 @@ class GraphRows:
                 continue
             for storage in op.storages:
                 size = graph.storage_bytes[storage]
-                alive = self.linear.largest(
-                    [self._forward_alive(op.index, storage, k), made.get(storage, {})]
-                )
+                alive = self.linear.largest([*self._in_forward(op.index, storage, k), made.get(storage, {})])
                 if alive and not (op.index == k and self.may_write_over_in_forward(k, size)):
                     increase(total, size, alive)
         return total
@@ -461,48 +482,67 @@ class GraphRows:
                     if self.tables.kinds[i] is not OpKind.EXTERN and not self.tables.forward[i]:
                         stack.append(i)
 
-    def _forward_alive(self, m: int, storage: int, k: int) -> Expr:
+    def _in_forward(self, m: int, storage: int, k: int) -> Iterator[Expr]:
+        """What says that a storage that op `m` makes is alive at op `k` of the forward (`m` or later)."""
         graph, kind, known = self.graph, self.tables.kinds[m], self.tables.forward[m]
-        out = {graph.ops[i].value for i in graph.forward_outputs}
-        leaves = m in graph.forward_outputs
         if kind is OpKind.VIEW or kind is OpKind.SYMBOL:
-            return {}
-        if kind is OpKind.EXTERN:
-            always = possible = known is not False
-        else:
-            always = leaves or (known if known is not None else kind is OpKind.REDUCTION)
-            possible = known is not False
-        if not always and known is None and kind is not OpKind.EXTERN and storage in out:
-            always = True  # a view of it leaves, which the end of the program reads
-        if always and (k <= self._last_forward(m, storage) or (storage in out and possible)):
-            return _CERTAIN
-        if leaves and kind is not OpKind.EXTERN and graph.ops[m].value == storage:
-            return _CERTAIN
-        if not self.weights[storage]:
-            return {}
-        if possible:
-            return self.handed.get(storage, {}) if graph.ops[m].phase is Phase.FORWARD else {}
-        if kind is OpKind.EXTERN or graph.ops[m].value != storage:
-            return {}
-        return self.saved[m]
+            return
+        library = kind is OpKind.EXTERN
+        leaves = m in graph.forward_outputs and not library
+        out = any(graph.ops[i].value == storage for i in graph.forward_outputs)
+        possible = known is not False
+        always = (
+            possible if library else leaves or bool(known) or (known is None and kind is OpKind.REDUCTION)
+        )
+        if always or (out and possible):  # what leaves, through a view too, is a buffer
+            if out and (possible or leaves):
+                yield _CERTAIN
+                return
+            for unless, until in self._read_in_forward(m, storage):
+                if k <= until:
+                    yield add((1, _CERTAIN), *((-1, self.saved[i]) for i in unless))
+        if self.weights[storage]:
+            if possible:
+                yield self.handed.get(storage, {})
+            elif not library and graph.ops[m].value == storage:
+                yield self.saved[m]
 
-    def _last_forward(self, m: int, storage: int) -> int:
-        """A forward op that reads the storage, directly or through views, as late as is certain."""
-        last, stack, start = m, [m], True
+    def _read_in_forward(self, m: int, storage: int) -> list[tuple[tuple[int, ...], int]]:
+        """(ops, place): up to which op of the forward the storage is read unless one of `ops` is saved.
+
+        A value that is fused into its readers reads when they run, but when it is saved, it is made at once.
+        """
+        if (known := self._forward_reads.get(storage)) is not None:
+            return known
+        latest: dict[tuple[int, ...], int] = {(): m}
+        stack: list[tuple[int, tuple[int, ...]]] = [(m, ())]
+        seen = set(stack)
         while stack:
-            i = stack.pop()
+            i, unless = stack.pop()
             for u in self.graph.users[i]:
-                op = self.graph.ops[u]
-                if op.phase is not Phase.FORWARD or self.tables.kinds[u] is OpKind.SYMBOL:
+                op, kind = self.graph.ops[u], self.tables.kinds[u]
+                if op.phase is not Phase.FORWARD or kind is OpKind.SYMBOL:
                     continue
-                if start and self.graph.ops[m].value != storage and op.value != storage:
+                if i == m and self.graph.ops[m].value != storage and op.value != storage:
                     continue
-                if self.tables.kinds[u] is OpKind.VIEW:
-                    stack.append(u)
+                latest[unless] = max(latest.get(unless, m), u)
+                fused = kind is not OpKind.EXTERN and self.tables.forward[u] is False
+                if kind is OpKind.VIEW:
+                    further = (u, unless)
+                elif fused and u not in self.graph.forward_outputs and len(unless) < _DEEPEST:
+                    further = (u, (*unless, u) if self.saved[u] else unless)
                 else:
-                    last = max(last, u)
-            start = False
-        return last
+                    continue
+                if further not in seen and len(seen) < _MOST_WAYS:
+                    seen.add(further)
+                    stack.append(further)
+        found = sorted(latest.items(), key=lambda item: (len(item[0]), -item[1]))
+        kept: list[tuple[tuple[int, ...], int]] = []
+        for unless, until in found:
+            if not any(set(less) <= set(unless) and place >= until for less, place in kept):
+                kept.append((unless, until))
+        self._forward_reads[storage] = kept
+        return kept
 
 
 def _outer(exprs: Iterable[Expr]) -> list[Expr]:
