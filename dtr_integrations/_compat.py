@@ -36,6 +36,7 @@ _NEEDED: dict[str, tuple[str, ...]] = {
         "GraphLowering.codegen_with_cpp_wrapper",
     ),
     "torch._inductor.ir": ("ExternKernel",),
+    "torch._inductor.codegen.cpp": ("stride_at_vec_range",),
     # ties ops of a graph to an order, down to the scheduler
     "torch._inductor.fx_passes.control_dependencies": ("preserve_node_ordering",),
     "torch._dynamo.repro.after_aot": ("save_graph_repro",),
@@ -143,6 +144,7 @@ _probe()
 from torch._functorch import partitioners  # noqa: E402  (the probe comes first: its message beats an ImportError)
 from torch._functorch.compile_utils import fx_graph_cse  # noqa: E402
 from torch._inductor import config as inductor_config  # noqa: E402
+from torch._inductor.codegen import cpp  # noqa: E402
 from torch._inductor.compile_fx import compile_fx, compile_fx_inner  # noqa: E402
 from torch._inductor.custom_graph_pass import CustomPartitionerFn, get_hash_for_files  # noqa: E402
 from torch._inductor.fx_passes.control_dependencies import preserve_node_ordering  # noqa: E402
@@ -172,6 +174,7 @@ __all__ = [
     "compile_fx",
     "compile_fx_inner",
     "copied_graph",
+    "cpp",
     "extracted",
     "get_hash_for_files",
     "inductor_config",
