@@ -13,6 +13,7 @@ from typing import Any
 from torch import fx
 
 from ._compat import compile_fx, compile_fx_inner, copied_graph
+from ._kernel_groups import freed_at_once
 
 # (what Inductor raised, is the graph a backward, does it draw from seeds) -> run it op by op? False: raise.
 # Only Inductor's code draws from seeds: op by op, a mask that is computed again would not be the same.
@@ -28,7 +29,8 @@ def inductor_backend(
     def compile_graph(gm: fx.GraphModule, inputs: Any, **kwargs: Any) -> Any:
         spare = fx.GraphModule(gm, copied_graph(gm.graph))  # Inductor's passes change what they are given
         try:
-            return compile_fx_inner(gm, inputs, **kwargs)
+            with freed_at_once(gm):
+                return compile_fx_inner(gm, inputs, **kwargs)
         except Exception as error:
             if not failed(error, bool(kwargs.get("is_backward")), _draws_from_seeds(spare)):
                 raise

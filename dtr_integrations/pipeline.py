@@ -21,8 +21,8 @@ from .capture.uncompiled import uncompiled_peak_bytes
 from .core.graph import JointGraph, Phase, RegionKind, StepGraph
 from .core.plan import GraphSchedule, Plan
 from .core.profile import StepProfile
-from .core.schedule import default_schedules, faithful_schedule
-from .core.simulate import Correction, Observation, calibrate, correct, simulate_step
+from .core.schedule import default_schedules, faithful_schedule, schedule_for
+from .core.simulate import NO_CORRECTION, Correction, Observation, correct, simulate_step
 from .distributed import Reserve
 from .errors import BudgetInfeasible, CaptureError, CertifyError, PlanMismatch
 from .measure import call_peak_bytes
@@ -90,10 +90,11 @@ def make_plan(
     clock.lap("capture")
     bench = _Bench(source=source, captured=captured, options=options, mode=mode, progress=progress)
     target = budget_bytes - reserve.total_bytes
-    correction = calibrate(captured.step)
-    problem = Problem(step=captured.step, correction=correction, focus_bytes=target)
+    problem = Problem(step=captured.step, correction=NO_CORRECTION, focus_bytes=target)
     if given is not None:
-        best, frontier = bench.run(_given_schedules(given, captured.step)), search(problem)
+        best = bench.run(_given_schedules(given, captured.step))
+        correction = bench.correction()
+        frontier = search(replace(problem, correction=correction))
     else:
         progress("searching")
         best, frontier, correction = _search_certified(bench, problem, target)
@@ -143,7 +144,9 @@ def make_frontier(
     """Capture the step and search it whole; peaks are the search tier's (exact for the default). Raises
     `CaptureError`."""
     captured = capture_parts(source, options=options, device=device, scratch=_SCRATCH)
-    problem = Problem(step=captured.step, correction=calibrate(captured.step), focus_bytes=focus_bytes)
+    bench = _Bench(source=source, captured=captured, options=options, mode="schedule", progress=silent)
+    bench.unchanged()
+    problem = Problem(step=captured.step, correction=bench.correction(), focus_bytes=focus_bytes)
     return with_bounds(problem, search(problem))
 
 
@@ -187,6 +190,16 @@ class _Bench:
             profile=self.captured.default,
         )
 
+    def unchanged(self) -> Certified:
+        """What the default saves, compiled as plans are: it frees buffers earlier, and recomputes no more."""
+        graphs = self.captured.step.graphs
+        return self.run(tuple(schedule_for(graph, graph.default_saved) for graph in graphs))
+
+    def correction(self) -> Correction:
+        """What the dry runs of plans say about the search tier. The default's own is no plan's: its kernels
+        are grouped."""
+        return correct(NO_CORRECTION, self.observations)
+
     def point(self, point: FrontierPoint) -> Certified:
         """The exact peak of a point of the frontier."""
         if all(schedule.default for schedule in point.schedules):
@@ -208,7 +221,7 @@ class _Bench:
         """The exact peak of schedules that the search did not find."""
         if all(schedule.default for schedule in schedules):
             return self.default()
-        simulated = simulate_step(self.captured.step, schedules, correction=calibrate(self.captured.step))
+        simulated = simulate_step(self.captured.step, schedules)
         return self.point(
             FrontierPoint(peak_bytes=simulated.peak_bytes, slowdown=simulated.slowdown, schedules=schedules)
         )
@@ -245,12 +258,14 @@ class _Bench:
 def _search_certified(bench: _Bench, problem: Problem, target: int) -> tuple[Certified, Frontier, Correction]:
     """The fastest plan whose *exact* peak is within `target`; when none is, the lowest that was found."""
     default = bench.default()
-    correction = problem.correction
     if default.peak_bytes <= target:  # zero cost: nothing to search for
-        return default, default_frontier(default), correction
-    frontier = search(problem)
-    best: Certified | None = None
-    lowest: Certified | None = None
+        return default, default_frontier(default), problem.correction
+    lowest = bench.unchanged()
+    best = lowest if lowest.peak_bytes <= target else None
+    correction = bench.correction()
+    frontier = search(replace(problem, correction=correction))
+    if best is not None:  # nothing is faster
+        return best, frontier, correction
     dynamic = max(target - bench.captured.default.static_bytes, 1)
     for _ in range(_MAX_ROUNDS):
         fits = frontier.at(target)
@@ -258,22 +273,20 @@ def _search_certified(bench: _Bench, problem: Problem, target: int) -> tuple[Cer
         if point.schedules in bench.seen:
             break
         certified = bench.point(point)
-        if lowest is None or certified.peak_bytes < lowest.peak_bytes:
-            lowest = certified
+        lowest = min(lowest, certified, key=lambda c: c.peak_bytes)
         if certified.peak_bytes <= target and (best is None or certified.slowdown < best.slowdown):
             best = certified
         if best is certified and (target - certified.peak_bytes) / dynamic <= _SLACK_WORTH_A_ROUND:
             break
         if fits is None and (certified.peak_bytes - target) / dynamic > _HOPELESS:
             break
-        correction = correct(problem.correction, bench.observations)
+        correction = bench.correction()
         frontier = search(replace(problem, correction=correction))
     if best is not None:
         return best, frontier, correction
     # The simulator may stay wrong at the very bottom: what it calls lowest is the last word only after a dry
     # run.
     certified = bench.point(frontier.lowest)
-    assert lowest is not None
     return min(lowest, certified, key=lambda c: c.peak_bytes), frontier, correction
 
 

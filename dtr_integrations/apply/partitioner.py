@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from .._compat import CustomPartitionerFn, canonical, get_hash_for_files, partitioners
+from .._kernel_groups import mark_planned
 from . import extract, registry, tags
 
 # Inductor keeps a dead buffer for a later one of the same size as long as its own estimate of the peak
@@ -41,13 +42,15 @@ class PlanPartitioner(CustomPartitionerFn):  # type: ignore[misc, unused-ignore]
             schedule = entry.decide(joint, outputs, kwargs.get("static_lifetime_input_indices"))
             if schedule is not None and not schedule.default:
                 if entry.mode == "tags":
-                    return tags.partition_by_tags(joint, joint_inputs, schedule, **kwargs)
-                return extract.extract(joint, schedule, outputs)
+                    parts = tags.partition_by_tags(joint, joint_inputs, schedule, **kwargs)
+                else:
+                    parts = extract.extract(joint, schedule, outputs)
+                mark_planned(*parts)
+                return parts
         return partitioners.min_cut_rematerialization_partition(gm, joint_inputs, **kwargs)
 
     def uuid(self) -> Any:
         here = Path(__file__).parent
-        code = get_hash_for_files(
-            tuple(str(here / name) for name in ("extract.py", "tags.py", "partitioner.py"))
-        )
+        files = ("extract.py", "tags.py", "partitioner.py", "../_kernel_groups.py")
+        code = get_hash_for_files(tuple(str(here / name) for name in files))
         return hashlib.sha256(code + self.digest.encode()).hexdigest()

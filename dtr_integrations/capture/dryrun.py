@@ -99,8 +99,8 @@ def dry_call(source: str, constants: dict[str, Any], counter: StorageCounter) ->
     return call
 
 
-# Which strides an index has within a vector register: a fifth of the time of a dry run. Torch's own memo holds
-# 128 answers, fewer than one graph asks for; the next dry run asks for the same again.
+# Which strides an index has within a vector register: a good part of a dry run. Torch's own memo holds 128
+# answers, fewer than one graph asks for; the next dry run asks for the same again.
 _stride_at_vec_range = functools.lru_cache(1 << 16)(cpp.stride_at_vec_range.__wrapped__)
 
 
