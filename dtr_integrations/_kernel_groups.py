@@ -36,10 +36,13 @@ def freed_at_once(gm: fx.GraphModule) -> Iterator[None]:
         yield
         return
     codegen_node = CppScheduling.codegen_node
+    most: dict[Any, float] = {}  # by scheduler: a graph may have others inside
 
     def codegen_and_end_group(self: Any, node: Any) -> None:
         codegen_node(self, node)
-        if _dead_bytes(self.scheduler) > _SHARE * _largest_bytes(self.scheduler):
+        if self.scheduler not in most:
+            most[self.scheduler] = _SHARE * max(map(_bytes, self.scheduler.name_to_buf), default=0)
+        if _dead_bytes(self.scheduler) > most[self.scheduler]:
             self._set_flush_status(True)
 
     with mock.patch.object(CppScheduling, "codegen_node", codegen_and_end_group):
@@ -53,10 +56,6 @@ def _dead_bytes(scheduler: Any) -> int:
         for name in scheduler.buffer_names_to_free
         if not name.startswith("primals") and name not in V.graph.removed_buffers
     )
-
-
-def _largest_bytes(scheduler: Any) -> int:
-    return max((_bytes(name) for name in scheduler.name_to_buf), default=0)
 
 
 def _bytes(name: str) -> int:

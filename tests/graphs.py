@@ -20,7 +20,14 @@ from dtr_integrations.core.graph import (
     StepGraph,
 )
 from dtr_integrations.core.schedule import default_schedules
-from dtr_integrations.core.simulate import simulate_graph, simulate_step
+from dtr_integrations.core.simulate import (
+    NO_CORRECTION,
+    Correction,
+    Observation,
+    correct,
+    simulate_graph,
+    simulate_step,
+)
 
 # So that random graphs have products that are folded into sums.
 _TARGETS = {OpKind.EXTERN: "aten.mm.default", OpKind.POINTWISE: "aten.add.Tensor"}
@@ -478,3 +485,20 @@ def training_graph(seed: int, ops: int, *, views: bool = True) -> JointGraph:
         made_too = [frozenset(op.index for op in graph.ops if rng.random() < 0.6) for _ in range(2)]
         graph = dataclasses.replace(graph, buffers=(made_too[0], made_too[1]))
     return graph
+
+
+def calibrate(step: StepGraph) -> Correction:
+    """The correction that the default's rises suggest, where the simulator was too low."""
+    schedules = default_schedules(step.graphs)
+    seen = [
+        Observation(
+            graph=step.graphs[region.graph],
+            schedule=schedules[region.graph],
+            direction=region.kind,
+            rise_bytes=region.rise_bytes,
+        )
+        for region in step.regions
+        if region.kind is not RegionKind.EAGER
+    ]
+    found = correct(NO_CORRECTION, seen).points
+    return Correction(points=tuple((name, where, saved, max(0, by)) for name, where, saved, by in found))

@@ -31,7 +31,7 @@ from dtr_integrations.capture.step import Captured, capture, dry_step
 from dtr_integrations.core.graph import JointGraph, OpKind, Phase
 from dtr_integrations.core.plan import GraphSchedule, Plan, Recompute
 from dtr_integrations.core.schedule import schedule_for, validate
-from dtr_integrations.core.simulate import calibrate
+from dtr_integrations.core.simulate import NO_CORRECTION
 from dtr_integrations.errors import PlanMismatch
 from dtr_integrations.pipeline import planned_partitioner
 from dtr_integrations.planner import Problem, search
@@ -57,7 +57,7 @@ def captured_of(name: str) -> Captured:
 @cache
 def frontier_of(name: str) -> Any:
     step = captured_of(name).step
-    return search(Problem(step=step, correction=calibrate(step)))
+    return search(Problem(step=step, correction=NO_CORRECTION))
 
 
 class Spy(CustomPartitionerFn):

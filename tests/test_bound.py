@@ -6,7 +6,7 @@ import subprocess
 import sys
 
 import pytest
-from graphs import chain, gpt_like, saveable, step_of, steps, training_graph
+from graphs import calibrate, chain, gpt_like, saveable, step_of, steps, training_graph
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -16,7 +16,6 @@ from dtr_integrations.core.schedule import schedule_for
 from dtr_integrations.core.simulate import (
     Correction,
     Observation,
-    calibrate,
     correct,
     simulate_graph,
     simulate_step,
@@ -203,8 +202,7 @@ def test_without_scipy_there_is_no_bound_and_nothing_breaks() -> None:
 import sys
 sys.path.insert(0, "tests")
 sys.modules["scipy"] = None
-from graphs import gpt_like, step_of
-from dtr_integrations.core.simulate import calibrate
+from graphs import calibrate, gpt_like, step_of
 from dtr_integrations.errors import MissingExtra
 from dtr_integrations.planner import Problem, search
 from dtr_integrations.planner.bound import bound_at, with_bounds

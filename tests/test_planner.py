@@ -6,7 +6,7 @@ import time
 from itertools import pairwise
 
 import pytest
-from graphs import chain, gpt_like, saveable, step_of, steps, training_graph
+from graphs import calibrate, chain, gpt_like, saveable, step_of, steps, training_graph
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -21,7 +21,6 @@ from dtr_integrations.core.schedule import (
 )
 from dtr_integrations.core.simulate import (
     Observation,
-    calibrate,
     correct,
     entry_weights,
     simulate_graph,

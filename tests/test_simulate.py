@@ -3,7 +3,7 @@ from __future__ import annotations
 import dataclasses
 
 import pytest
-from graphs import Builder, joint_graphs, save_sets, saveable, step_of, steps
+from graphs import Builder, calibrate, joint_graphs, save_sets, saveable, step_of, steps
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -25,7 +25,6 @@ from dtr_integrations.core.simulate import (
     NO_CORRECTION,
     Correction,
     Observation,
-    calibrate,
     correct,
     default_cost_ms,
     entry_weights,

@@ -126,10 +126,9 @@ class Region:
     blocks has several); both are −1 for an eager region. `base_bytes` are live at entry *besides* what calls
     that are still open hold for their backward (static memory, gradients so far, the batch, eager values): it
     does not depend on the plan. `rise_bytes` is how far the live bytes rose above those at entry, inside the
-    region, in the default dry run; for a compiled region it also calibrates the simulator. `cost_ms` counts
-    eager regions only. `open_bytes` is what open calls held at entry in the default dry run, where that is
-    known (−1: not). `closes` is False for a backward after which another one of the same call runs
-    (`retain_graph`): what is saved is held on.
+    region, in the default dry run; `cost_ms` counts eager regions only. `open_bytes` is what open calls held
+    at entry in the default dry run, where that is known (−1: not). `closes` is False for a backward after
+    which another one of the same call runs (`retain_graph`): what is saved is held on.
     """
 
     kind: RegionKind

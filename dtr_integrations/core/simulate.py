@@ -36,7 +36,6 @@ __all__ = [
     "Observation",
     "RegionLevel",
     "StepSimulation",
-    "calibrate",
     "correct",
     "default_cost_ms",
     "entry_weights",
@@ -309,32 +308,6 @@ def correct(
         if point not in points:
             points.append(point)
     return Correction(points=tuple(points))
-
-
-def calibrate(step: StepGraph, *, policy: FusionPolicy = DEFAULT_POLICY) -> Correction:
-    """The correction that the default's own measured rises (`Region.rise_bytes`) suggest for other schedules.
-
-    Only where the simulator was too low: torch's partitioner orders its backward in its own way, which may
-    come out lower than the same save set under our order, and that would not carry over.
-    """
-    schedules = default_schedules(step.graphs)
-    found = correct(
-        NO_CORRECTION,
-        [
-            Observation(
-                graph=step.graphs[region.graph],
-                schedule=schedules[region.graph],
-                direction=region.kind,
-                rise_bytes=region.rise_bytes,
-            )
-            for region in step.regions
-            if region.kind is not RegionKind.EAGER
-        ],
-        policy=policy,
-    )
-    return Correction(
-        points=tuple((name, where, saved, max(0, by)) for name, where, saved, by in found.points)
-    )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -20,7 +20,7 @@ class Problem:
 
     Attributes:
         step: The captured step.
-        correction: What to add to simulated rises; `core.simulate.calibrate(step)` to begin with.
+        correction: What to add to simulated rises, as dry runs of plans say.
         focus_bytes: The peak that the step will be asked to stay under, if known: the search looks hardest
             there.
         policy: The rule of what becomes a buffer.
