@@ -18,6 +18,8 @@ from dtr_integrations.errors import BudgetError, OutOfBudget
 from dtr_integrations.online.operators import kind_of
 from dtr_integrations.online.record import modelled_cost
 
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 
 def runtime(module: nn.Module, budget: int | str, **options: Any) -> online.DTR:
     return online.DTR(

@@ -14,6 +14,8 @@ from torch.utils._pytree import tree_leaves
 from dtr_integrations import online
 from dtr_integrations.online.record import modelled_cost
 
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 
 def build(make: Callable[[], Case]) -> Case:
     torch.manual_seed(0)

@@ -14,6 +14,8 @@ from dtr_integrations import online
 from dtr_integrations.errors import OutOfBudget
 from dtr_integrations.online.record import modelled_cost
 
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 
 def train(seed: int, budget: int | None) -> tuple[list[torch.Tensor | None], online.Stats | None]:
     """What two steps leave behind, and what the runtime did; without it where there is no budget."""

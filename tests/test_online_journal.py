@@ -16,6 +16,8 @@ from dtr_integrations.dtr.journal import predict
 from dtr_integrations.online.journal import journal
 from dtr_integrations.online.record import modelled_cost
 
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 
 class Trace:
     """Writes down every eviction, release and replay, and passes it on to `driver`."""

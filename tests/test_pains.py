@@ -8,7 +8,6 @@ ours does not have it. Inputs are the reported ones, scaled down. Steps in their
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
@@ -262,15 +261,6 @@ class Tanh(nn.Module):
 
 def autocast() -> Any:
     return torch.autocast("cpu", torch.bfloat16)
-
-
-@pytest.fixture
-def one_thread() -> Iterator[None]:
-    """Scratch of a matrix product grows with the number of threads."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 @pytest.mark.usefixtures("one_thread")

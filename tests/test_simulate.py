@@ -127,6 +127,9 @@ def brute_rise(graph: JointGraph, program: Program, direction: RegionKind) -> in
 
     for k in range(n):
         if ops[k].value < 0:
+            for u in users(k):  # a part of a tuple, read or not, is taken out where it stands
+                if (k, ops[u].value) in size:
+                    touched[k, ops[u].value].update(kernels_of(u))
             continue
         key = (owner(k), ops[k].value)
         if key not in size:
