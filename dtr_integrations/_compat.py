@@ -36,7 +36,7 @@ _NEEDED: dict[str, tuple[str, ...]] = {
         "GraphLowering.codegen_with_cpp_wrapper",
     ),
     "torch._inductor.ir": ("ExternKernel",),
-    # the C++ backend: a fifth of a dry run's time, and which kernels share a function
+    # the C++ backend: strides within a vector register, and which kernels share a function
     "torch._inductor.codegen.cpp": (
         "stride_at_vec_range",
         "CppScheduling.codegen_node",

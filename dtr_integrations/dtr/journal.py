@@ -141,17 +141,10 @@ def predict(
         follow(journal, cache, pinned)
     except OutOfBudget:
         outcome = "oom"
-    return ReplayResult(
-        outcome=outcome,
-        slowdown=cache.clock / free.compute_ns if free.compute_ns else 1.0,
-        peak_bytes=cache.peak_bytes,
+    return ReplayResult.of(
+        cache,
+        outcome,
         budget_bytes=budget_bytes,
+        unconstrained_ns=free.compute_ns,
         unconstrained_bytes=free.peak_bytes,
-        accesses=cache.accesses,
-        evictions=cache.evictions,
-        replays=cache.replays,
-        compute_ns=cache.compute_ns,
-        replay_ns=cache.replay_ns,
-        clock_ns=cache.clock,
-        policies=chosen,
     )

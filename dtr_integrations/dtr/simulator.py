@@ -53,6 +53,33 @@ class ReplayResult:
     clock_ns: int
     policies: Policies
 
+    @classmethod
+    def of(
+        cls,
+        cache: Cache,
+        outcome: Outcome,
+        *,
+        budget_bytes: int,
+        unconstrained_ns: int,
+        unconstrained_bytes: int,
+    ) -> ReplayResult:
+        """Read off a cache that was taken through a log; `unconstrained_ns`, `unconstrained_bytes`: the log's
+        cost and peak without a budget."""
+        return cls(
+            outcome=outcome,
+            slowdown=cache.clock / unconstrained_ns if unconstrained_ns else 1.0,
+            peak_bytes=cache.peak_bytes,
+            budget_bytes=budget_bytes,
+            unconstrained_bytes=unconstrained_bytes,
+            accesses=cache.accesses,
+            evictions=cache.evictions,
+            replays=cache.replays,
+            compute_ns=cache.compute_ns,
+            replay_ns=cache.replay_ns,
+            clock_ns=cache.clock,
+            policies=cache.policies,
+        )
+
 
 def replay(
     log: Log,
@@ -93,19 +120,12 @@ def replay(
     cache = Cache(budget_bytes, chosen, driver=driver, replay_limit=(limit - 1) * program.compute_ns)
     with _collector_paused():
         outcome = run(program, cache)
-    return ReplayResult(
-        outcome=outcome,
-        slowdown=cache.clock / program.compute_ns if program.compute_ns else 1.0,
-        peak_bytes=cache.peak_bytes,
+    return ReplayResult.of(
+        cache,
+        outcome,
         budget_bytes=budget_bytes,
+        unconstrained_ns=program.compute_ns,
         unconstrained_bytes=program.peak_bytes,
-        accesses=cache.accesses,
-        evictions=cache.evictions,
-        replays=cache.replays,
-        compute_ns=cache.compute_ns,
-        replay_ns=cache.replay_ns,
-        clock_ns=cache.clock,
-        policies=chosen,
     )
 
 

@@ -54,9 +54,8 @@ def _explore(problem: Problem, state: StepState, archive: Archive) -> None:
     for target in targets:
         _improve_at(state, archive, target)
     known = {target: archive.around(target) for target in targets}
-    _add(
-        state, archive, mincut.starts(problem)
-    )  # only now: they must not keep the others from being improved
+    # Only now: these must not keep the others from being improved.
+    _add(state, archive, mincut.starts(problem))
     for target in targets:
         if archive.around(target) != known[target]:
             _improve_at(state, archive, target)

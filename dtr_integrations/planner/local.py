@@ -7,8 +7,7 @@ peak: of two equal peaks the first one lowered counts as progress, so that the d
 the greedy does.
 
 What it does not do: it is no exact method (`exact` is), and it moves by single storages (and pairs, in a
-swap). Values are
-recomputed once; a second copy is never tried.
+swap). Values are recomputed once; a second copy is never tried.
 """
 
 from __future__ import annotations
