@@ -3,10 +3,12 @@ per tensor."""
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 from torch import nn
 
@@ -18,6 +20,13 @@ class Trained:
     """What a few steps left: one dict of tensors a step."""
 
     states: list[dict[str, torch.Tensor]]
+
+
+def seed(number: int) -> None:
+    """Python's, numpy's and torch's generators: models draw from all three."""
+    random.seed(number)
+    np.random.seed(number)
+    torch.manual_seed(number)
 
 
 def train(
@@ -39,7 +48,7 @@ def train(
         optimizer.step()
         return loss.detach()
 
-    torch.manual_seed(1)
+    seed(1)
     for _ in range(steps):
         loss = run(step)
         state = {"loss": loss.clone()}

@@ -228,6 +228,12 @@ def joint_graphs(draw: st.DrawFn, *, max_ops: int = 14, fingerprint: str = "grap
     if draw(st.booleans()):
         made = st.frozensets(st.sampled_from(range(len(graph.ops))))
         graph = dataclasses.replace(graph, buffers=(draw(made), draw(made)))
+    inputs = {op.value for op in graph.ops if op.phase is Phase.INPUT}
+    made_here = {graph.ops[i].value for i in forward_outputs} - inputs - {-1}
+    if made_here and draw(st.booleans()):
+        graph = dataclasses.replace(
+            graph, dropped=draw(st.frozensets(st.sampled_from(sorted(made_here)), min_size=1))
+        )
     return graph
 
 

@@ -116,24 +116,35 @@ class Case:
         return model, self.batch(), torch.optim.AdamW(model.parameters(), lr=1e-3)
 
 
-CASES = {
-    case.name: case
-    for case in (
-        Case(
-            "gpt",
-            GPT,
-            lambda: torch.randint(0, 256, (8, 256)),
-            lambda out: F.cross_entropy(
-                out.flatten(0, 1), out.new_zeros(out.shape[0] * out.shape[1], dtype=torch.long)
-            ),
-        ),
-        Case(
-            "conv",
-            ConvNet,
-            lambda: torch.randn(16, 3, 64, 64),
-            lambda out: F.cross_entropy(out, out.new_zeros(out.shape[0], dtype=torch.long)),
-        ),
-        Case("mlp", Stack, lambda: torch.randn(2048, 1024), lambda out: (out - 1).square().mean()),
-        Case("broken", Broken, lambda: torch.randn(4096, 256), lambda out: (out - 1).square().mean()),
+def _token_loss(out: torch.Tensor) -> torch.Tensor:
+    return F.cross_entropy(out.flatten(0, 1), out.new_zeros(out.shape[0] * out.shape[1], dtype=torch.long))
+
+
+def _class_loss(out: torch.Tensor) -> torch.Tensor:
+    return F.cross_entropy(out, out.new_zeros(out.shape[0], dtype=torch.long))
+
+
+def _square_loss(out: torch.Tensor) -> torch.Tensor:
+    return (out - 1).square().mean()
+
+
+def _cases(shrink: int) -> dict[str, Case]:
+    """The gate's models with their layers divided by `shrink`."""
+
+    def tokens() -> torch.Tensor:
+        return torch.randint(0, 256, (8, 256))
+
+    def images() -> torch.Tensor:
+        return torch.randn(16, 3, 64, 64)
+
+    cases = (
+        Case("gpt", lambda: GPT(layers=6 // shrink), tokens, _token_loss),
+        Case("conv", lambda: ConvNet(blocks=8 // shrink), images, _class_loss),
+        Case("mlp", lambda: Stack(layers=16 // shrink), lambda: torch.randn(2048, 1024), _square_loss),
+        Case("broken", Broken, lambda: torch.randn(4096, 256), _square_loss),
     )
-}
+    return {case.name: case for case in cases}
+
+
+FULL = _cases(1)
+CASES = _cases(2)  # for the tests of every change: planning and compiling cost what the layers cost

@@ -18,9 +18,12 @@ from torch import nn
 
 from dtr_integrations.capture.closure import FunctionStep, tensors_of
 from dtr_integrations.capture.source import ModuleStep, default_loss
-from dtr_integrations.capture.step import Captured, capture
+from dtr_integrations.capture.step import Captured, capture, certify
 from dtr_integrations.core.graph import OpKind, Phase, RegionKind
+from dtr_integrations.core.schedule import schedule_for
+from dtr_integrations.core.simulate import simulate_step
 from dtr_integrations.errors import CaptureError
+from dtr_integrations.pipeline import planned_partitioner
 
 
 class Small(nn.Module):
@@ -207,3 +210,58 @@ def test_a_captured_model_can_be_freed() -> None:
     del model
     gc.collect()
     assert alive() is None
+
+
+class WithExtras(nn.Module):
+    """A loss, and beside it what the backward may read too: the hidden values, as they are and viewed."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second, self.third = nn.Linear(16, 64), nn.Linear(64, 64), nn.Linear(64, 64)
+
+    def forward(self, x: torch.Tensor) -> dict[str, torch.Tensor]:
+        a = torch.sigmoid(self.first(x))
+        b = torch.sigmoid(self.second(a))
+        return {"loss": self.third(b).square().mean(), "hidden": a, "last": b.view(-1, 8, 64)}
+
+
+def _with_extras(keep: tuple[str, ...], save: str | None) -> tuple[Captured, list[tuple[int, int]]]:
+    """The step in which the program holds the outputs named `keep` through the backward. For each region:
+    bytes at entry by the search tier, and by the dry run, of the plan that saves what the op `save` makes
+    (None: what the default saves)."""
+    held: dict[str, Any] = {}
+
+    def loss_fn(out: dict[str, torch.Tensor]) -> torch.Tensor:
+        held.update({name: out[name] for name in keep})
+        return out["loss"]
+
+    torch.manual_seed(0)
+    source = ModuleStep(model=WithExtras(), args=(torch.randn(512, 16),), loss_fn=loss_fn)
+    captured = capture(source)
+    (graph,) = captured.step.graphs
+    saved = graph.default_saved
+    if save is not None:
+        saved = tuple(op.index for op in graph.ops if op.name.startswith(save) and op.saveable)
+    schedule = schedule_for(graph, saved)
+    with planned_partitioner([schedule], mode="schedule") as partitioner:
+        profile = certify(source, partitioner).profile
+    simulated = simulate_step(captured.step, [schedule])
+    levels = zip(simulated.levels, profile.regions, strict=True)
+    return captured, [(level.entry_bytes, region.entry_bytes) for level, region in levels]
+
+
+@pytest.mark.parametrize("keep", [(), ("hidden",), ("hidden", "last")])
+def test_an_output_that_the_program_lets_go_lives_on_only_if_it_is_saved(keep: tuple[str, ...]) -> None:
+    size_bytes = 512 * 64 * 4
+    captured, default = _with_extras(keep, None)
+    (graph,) = captured.step.graphs
+    dropped = sorted(graph.storage_bytes[s] for s in graph.dropped)
+    assert [size for size in dropped if size == size_bytes] == [size_bytes] * (2 - len(keep))
+    kinds = [region.kind for region in captured.step.regions]
+    backward = kinds.index(RegionKind.BACKWARD)
+    _, lean = _with_extras(keep, "mean")
+    for levels in (default, lean):
+        simulated, exact = levels[backward]
+        assert simulated == exact
+    # What the third layer makes is no output: the lean plan is without it either way.
+    assert default[backward][1] - lean[backward][1] == size_bytes * (3 - len(keep))

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from gate import Trained, train, worst
-from models import CASES
+from models import CASES, FULL, Case
 
 import dtr_integrations
 from dtr_integrations.core.plan import Plan
@@ -17,12 +17,18 @@ from dtr_integrations.errors import BudgetInfeasible
 
 TOLERANCE = 1e-5  # in norm per tensor: float32 sums in another order
 slow = pytest.mark.slow
+NAMES = [*CASES, *(pytest.param(f"{n} full", marks=slow) for n in FULL if n != "broken")]
+
+
+def case_of(name: str) -> Case:
+    """ "gpt": the quick one; "gpt full": all its layers."""
+    return FULL[name.removesuffix(" full")] if name.endswith(" full") else CASES[name]
 
 
 @cache
 def default_plan(name: str) -> Plan:
     """The plan of a budget that does not bind."""
-    case = CASES[name]
+    case = case_of(name)
     model, batch, optimizer = case.build()
     return dtr_integrations.plan(model, batch, budget="4GB", optimizer=optimizer, loss_fn=case.loss)
 
@@ -35,7 +41,7 @@ def budget_at(name: str, share: float) -> int:
 @cache
 def reference(name: str, how: str) -> Trained:
     """The same steps without us: torch.compile's default, or eager."""
-    case = CASES[name]
+    case = case_of(name)
     model, batch, optimizer = case.build()
     if how != "eager":
         model.compile(dynamic=False)
@@ -44,7 +50,7 @@ def reference(name: str, how: str) -> Trained:
 
 
 def planned(name: str, budget_bytes: int, **config: Any) -> tuple[Trained, Any]:
-    case = CASES[name]
+    case = case_of(name)
     model, batch, optimizer = case.build()
     keys = list(model.state_dict())
     session = dtr_integrations.auto_checkpoint(
@@ -59,17 +65,10 @@ def planned(name: str, budget_bytes: int, **config: Any) -> tuple[Trained, Any]:
 @pytest.mark.parametrize(
     ("name", "share"),
     [
-        pytest.param("gpt", 0.9, marks=slow),
-        pytest.param("gpt", 0.75, marks=slow),
-        ("gpt", 0.5),
-        ("gpt", 0.4),
-        pytest.param("conv", 0.9, marks=slow),
-        ("conv", 0.75),
-        ("conv", 0.5),
-        ("mlp", 0.75),
-        ("mlp", 0.5),
-        ("broken", 0.75),
-        ("broken", 0.5),
+        *(("gpt", 0.4), ("conv", 0.5), ("mlp", 0.5), ("broken", 0.75), ("broken", 0.5)),
+        *(pytest.param("gpt full", share, marks=slow) for share in (0.9, 0.75, 0.5, 0.4)),
+        *(pytest.param("conv full", share, marks=slow) for share in (0.9, 0.75, 0.5)),
+        *(pytest.param("mlp full", share, marks=slow) for share in (0.75, 0.5)),
     ],
 )
 def test_a_binding_budget_holds_and_changes_nothing(name: str, share: float, record_property: Any) -> None:
@@ -84,7 +83,7 @@ def test_a_binding_budget_holds_and_changes_nothing(name: str, share: float, rec
     assert error <= TOLERANCE, where
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", NAMES)
 def test_a_budget_that_does_not_bind_predicts_the_default(name: str) -> None:
     trained, session = planned(name, 4 * 10**9)
     (report,) = session.reports
@@ -95,7 +94,7 @@ def test_a_budget_that_does_not_bind_predicts_the_default(name: str) -> None:
     assert error <= TOLERANCE, where
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", NAMES)
 def test_planned_training_is_eager_training_with_eagers_random_numbers(name: str) -> None:
     options = {"fallback_random": True}
     trained, session = planned(name, budget_at(name, 0.6), compile_options=options)
@@ -109,10 +108,10 @@ def test_planned_training_is_eager_training_with_eagers_random_numbers(name: str
         assert worst(trained, compiled)[0] <= TOLERANCE
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", NAMES)
 def test_below_the_lowest_plan_there_is_one_clear_refusal(name: str) -> None:
     plan = default_plan(name)
-    case = CASES[name]
+    case = case_of(name)
     model, batch, optimizer = case.build()
     random_state = torch.get_rng_state()
     before = {key: value.clone() for key, value in model.state_dict().items()}

@@ -37,6 +37,7 @@ from .stand_ins import StandIns
 from .world import World
 
 _aten = torch.ops.aten
+_DETACHING = (_aten.detach.default, _aten.alias.default)
 _SCRATCH_KEY = -1  # no storage has this address, nor any below it
 _NUMBER_BYTES = 8
 
@@ -58,6 +59,7 @@ class StorageCounter:
         self.stand_ins = StandIns()
         self._taken_in: Any = WeakIdKeyDictionary()
         self._watched: dict[int, weakref.ref[Any]] = {}
+        self._holders: dict[int, list[weakref.ref[Any]]] = {}
         self.mode = FakeTensorMode(allow_non_fake_inputs=False)
         self._inner = self.mode.dispatch
         self.mode.dispatch = self._dispatch
@@ -107,6 +109,7 @@ class StorageCounter:
                     with self.mode:
                         leaves[i] = leaf = leaf.new_empty(shape)
                 self.watch(leaf, least_bytes=size_bytes)
+                self._follow(func, leaf)
         self.flash(tried.scratch_bytes)
         return pytree.tree_unflatten(leaves, spec) if tried.results else out
 
@@ -176,10 +179,23 @@ class StorageCounter:
 
         def died(_: object) -> None:
             del watched[key]
+            self._holders.pop(key, None)
             ledger.death(key)
 
         watched[key] = weakref.ref(storage, died)
         ledger.birth(key, max(storage.nbytes(), least_bytes), kind)
+
+    def holders(self, tensor: torch.Tensor) -> list[weakref.ref[Any]]:
+        """The tensors through which the program holds the storage: this one, and views made of it from now
+        on. Autograd detaches what it keeps, so detached ones do not count."""
+        return self._holders.setdefault(tensor.untyped_storage()._cdata, [weakref.ref(tensor)])
+
+    def _follow(self, func: Any, result: torch.Tensor) -> None:
+        if func in _DETACHING or result.layout is torch.sparse_coo or not self._holders:
+            return
+        holders = self._holders.get(result.untyped_storage()._cdata)
+        if holders is not None:
+            holders.append(weakref.ref(result))
 
     def label(self, tensor: torch.Tensor, kind: str) -> None:
         """Say what a tensor's storage is for; start counting it if it was not."""

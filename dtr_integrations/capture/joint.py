@@ -10,6 +10,7 @@ from __future__ import annotations
 import hashlib
 import operator
 import re
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -168,7 +169,7 @@ class Draft:
     ops: list[Op]
     storage_bytes: list[int]
     input_storages: list[int]  # of the forward's arguments, in order (−1: a number)
-    forward_outputs: tuple[int, ...]
+    results: tuple[int, ...]  # of the forward, in order (−1: nothing)
     backward_outputs: tuple[int, ...]
     index_by_name: dict[str, int]
     default_saved: tuple[int, ...] = ()
@@ -179,6 +180,7 @@ class Draft:
     backward_buffers: frozenset[str] | None = None
     draws: tuple[tuple[str, tuple[int, ...]], ...] = ()  # see `dryrun.draws_of`
     stale: frozenset[int] = frozenset()  # see `_read_overwritten`
+    dropped: frozenset[int] = frozenset()  # positions among the results
 
     def finish(self) -> JointGraph:
         """The graph as plain data, with what the dry run added."""
@@ -190,7 +192,7 @@ class Draft:
             ops=tuple(self.ops),
             storage_bytes=tuple(self.storage_bytes),
             static=frozenset(self.static),
-            forward_outputs=self.forward_outputs,
+            forward_outputs=tuple(i for i in self.results if i >= 0),
             backward_outputs=self.backward_outputs,
             default_saved=self.default_saved,
             save_sets=dict(self.save_sets),
@@ -201,7 +203,15 @@ class Draft:
                 if name in self.index_by_name
             ),
             stale=self.stale,
+            dropped=self._made(self.results[position] for position in self.dropped),
         )
+
+    def _made(self, values: Iterable[int]) -> frozenset[int]:
+        """The storages of these values that the graph itself makes."""
+        given = set(self.input_storages) | {
+            self.ops[i].value for i in range(len(self.ops)) if self.ops[i].phase is Phase.INPUT
+        }
+        return frozenset(self.ops[i].value for i in values if i >= 0) - given - {-1}
 
     def _indices(self, names: frozenset[str]) -> frozenset[int]:
         return frozenset(self.index_by_name[name] for name in names if name in self.index_by_name)
@@ -289,7 +299,7 @@ def describe(
         ops=ops,
         storage_bytes=storage_bytes,
         input_storages=draft_inputs,
-        forward_outputs=tuple(index[n] for n in forward if isinstance(n, fx.Node)),
+        results=tuple(index[n] if isinstance(n, fx.Node) else -1 for n in forward),
         backward_outputs=tuple(index[n] for n in backward if isinstance(n, fx.Node)),
         index_by_name={node.name: i for node, i in index.items()},
         static=static,

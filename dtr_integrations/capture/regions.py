@@ -19,12 +19,22 @@ _STATIC_KINDS = ("parameters", "buffers", "optimizer", "batch")
 
 
 @dataclass(kw_only=True)
+class _Output:
+    """A storage that a forward hands to the program: the tensors that hold it there, and what it counts if
+    the backward keeps it too (0: it does not)."""
+
+    tensors: list[weakref.ref[Any]]
+    saved_bytes: int = 0
+
+
+@dataclass(kw_only=True)
 class _Open:
     """A call whose last backward has not run yet, and what it holds until then."""
 
     number: int
-    saved_bytes: int
+    saved_bytes: int  # without outputs
     storages: list[weakref.ref[Any]]  # those saved for the backward
+    outputs: dict[int, _Output]  # by the first position of their storage among the results
     retained: bool = False  # a backward has run and will run again (`retain_graph`)
 
     def holds_any(self, args: Sequence[Any]) -> bool:
@@ -48,6 +58,10 @@ class _Compiled:
     draft: Draft | None
     calls: int = 0
     open: list[_Open] = field(default_factory=list)
+    dropped: set[int] | None = None  # positions of outputs that the program lets go at once, in all calls
+
+
+_Held = list[tuple[_Compiled, _Open]]  # the calls that are open
 
 
 class RegionWatcher:
@@ -59,8 +73,9 @@ class RegionWatcher:
         self._split_last: _Compiled | None = None
         self.by_lowering: dict[Any, _Compiled] = {}
         self.regions: list[RegionProfile] = []
-        self._held: list[dict[tuple[int, int], int]] = []  # for each region, by call that is open
-        self._started: tuple[str, int, int, dict[tuple[int, int], int]] | None = None
+        self._held: list[_Held] = []  # for each region
+        self._started: tuple[str, int, int, _Held] | None = None
+        self._to_settle: list[tuple[_Compiled, _Open]] = []  # calls after which no generated code has run yet
 
     def partitioned(self, fingerprint: str, num_forward_outputs: int, draft: Draft | None) -> None:
         """A joint graph was split. One that was split before (a recompile for another reason) is the same
@@ -109,9 +124,9 @@ class RegionWatcher:
         return followed
 
     def reset(self) -> None:
-        self.regions, self._held, self._started = [], [], None
+        self.regions, self._held, self._started, self._to_settle = [], [], None, []
         for graph in self.graphs:
-            graph.calls, graph.open = 0, []
+            graph.calls, graph.open, graph.dropped = 0, [], None
         self.begin("eager", -1, -1)
 
     def begin(self, kind: str, graph: int, call: int) -> None:
@@ -140,7 +155,7 @@ class RegionWatcher:
                 entry_bytes=mark.entry_bytes,
                 exit_bytes=mark.exit_bytes,
                 peak_bytes=mark.peak_bytes,
-                saved_bytes=sum(held.values()),
+                saved_bytes=0,  # known when the step is over
                 start=mark.start,
                 end=mark.end,
             )
@@ -157,44 +172,66 @@ class RegionWatcher:
         widowed = {
             (graph.index, call.number) for graph in self.graphs for call in graph.open if not call.retained
         }
+        for graph in self.graphs:
+            if graph.draft is not None:
+                graph.draft.dropped = frozenset(graph.dropped or ())
         last = {(r.graph, r.call): i for i, r in enumerate(self.regions) if r.kind == "backward"}
         for number, region in enumerate(self.regions):
             if region.kind == "backward" and last[region.graph, region.call] != number:
                 self.regions[number] = replace(region, closes=False)
-        if not widowed:
-            return
         for number, (region, held) in enumerate(zip(self.regions, self._held, strict=True)):
-            saved_bytes = sum(size for key, size in held.items() if key not in widowed)
+            saved_bytes = sum(
+                call.saved_bytes
+                + sum(out.saved_bytes for i, out in call.outputs.items() if i in (graph.dropped or ()))
+                for graph, call in held
+                if (graph.index, call.number) not in widowed
+            )
             region = replace(region, saved_bytes=saved_bytes)
             if region.kind == "forward" and (region.graph, region.call) in widowed:
                 region = replace(region, kind="eager", graph=-1, call=-1)
             self.regions[number] = region
 
-    def _open_calls(self) -> dict[tuple[int, int], int]:
+    def _open_calls(self) -> _Held:
         for graph in self.graphs:
             graph.open = [call for call in graph.open if not call.is_over()]
-        return {(graph.index, call.number): call.saved_bytes for graph in self.graphs for call in graph.open}
+        return [(graph, call) for graph in self.graphs for call in graph.open]
+
+    def _settle(self) -> None:
+        """Generated code runs again: which outputs of the calls before it has the program let go?
+
+        Only the tensors say it: a storage that the backward keeps lives on without the program.
+        """
+        for graph, call in self._to_settle:
+            dropped = {
+                i for i, output in call.outputs.items() if all(tensor() is None for tensor in output.tensors)
+            }
+            graph.dropped = dropped if graph.dropped is None else graph.dropped & dropped
+        self._to_settle = []
 
     def _forward(self, graph: _Compiled, call: Call, args: list[Any]) -> Any:
+        self._settle()
         number = graph.calls
         graph.calls += 1
         self.begin("forward", graph.index, number)
         self._note_static(graph, args)
         out = call(args)
-        saved = self._label_saved(out, graph.num_forward_outputs)
+        outputs = self._outputs(out[: graph.num_forward_outputs])
+        saved = self._label_saved(out, graph.num_forward_outputs, outputs)
         self.end()
-        graph.open.append(
-            _Open(
-                number=number,
-                saved_bytes=sum(storage.nbytes() for storage in saved),
-                storages=[weakref.ref(storage) for storage in saved],
-            )
+        opened = _Open(
+            number=number,
+            saved_bytes=sum(storage.nbytes() for storage in saved),
+            storages=[weakref.ref(storage) for storage in saved],
+            outputs=outputs,
         )
+        graph.open.append(opened)
+        self._to_settle.append((graph, opened))
         del saved
         self.begin("eager", -1, -1)
         return out
 
     def _backward(self, graph: _Compiled, call: Call, args: list[Any]) -> Any:
+        self._settle()
         opened = next((c for c in reversed(graph.open) if c.holds_any(args)), None)
         opened = opened or (graph.open[-1] if graph.open else None)
         self.begin("backward", graph.index, opened.number if opened is not None else graph.calls - 1)
@@ -219,20 +256,39 @@ class RegionWatcher:
             if storage >= 0 and isinstance(arg, torch.Tensor) and self._kind_of(arg) in _STATIC_KINDS:
                 graph.draft.static.add(storage)
 
-    def _label_saved(self, out: Sequence[Any], num_forward_outputs: int) -> list[Any]:
+    def _outputs(self, results: Sequence[Any]) -> dict[int, _Output]:
+        """The storages of a forward's results, each by the position where it comes first."""
+        outputs: dict[int, _Output] = {}
+        for position, tensor in enumerate(results):
+            if isinstance(tensor, torch.Tensor):
+                holders = self.world.counter.holders(tensor)
+                if holders[0]() is tensor:
+                    outputs[position] = _Output(tensors=holders)
+                else:
+                    holders.append(weakref.ref(tensor))
+        return outputs
+
+    def _label_saved(
+        self, out: Sequence[Any], num_forward_outputs: int, outputs: dict[int, _Output]
+    ) -> list[Any]:
         """The storages that this call holds for its backward: each once, without outputs that the program
-        holds too."""
-        outputs = {
-            t.untyped_storage()._cdata for t in out[:num_forward_outputs] if isinstance(t, torch.Tensor)
-        }
-        saved, seen = [], set(outputs)
+        holds too; of these `outputs` learns their size."""
+        shared = {_key(out[i]): output for i, output in outputs.items()}
+        saved, seen = [], set()
         for tensor in out[num_forward_outputs:]:
             if not isinstance(tensor, torch.Tensor):
                 continue
-            key = tensor.untyped_storage()._cdata
+            key = _key(tensor)
             if key in seen or self._kind_of(tensor) in _STATIC_KINDS:
                 continue
             seen.add(key)
+            if key in shared:
+                shared[key].saved_bytes = tensor.untyped_storage().nbytes()
+                continue
             self.world.counter.label(tensor, "saved activations")
             saved.append(tensor.untyped_storage())
         return saved
+
+
+def _key(tensor: torch.Tensor) -> int:
+    return int(tensor.untyped_storage()._cdata)

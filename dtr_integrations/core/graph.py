@@ -75,7 +75,9 @@ class JointGraph:
     generated the default graphs (learnt from its codegen; `None` before that): (in the forward, in the
     backward). `draws` are the forward's ops that draw from a generator, in the order and with the layout
     that they have in the generated code of the default. `stale` are ops that read an input which the forward
-    overwrites at its end: they cannot be run again in the backward.
+    overwrites at its end: they cannot be run again in the backward. `dropped` are storages of forward
+    outputs that the program lets go before any graph runs again (the logits and the key-value cache of a
+    model of which only the loss is used): they live on only if they are saved.
     """
 
     fingerprint: str
@@ -89,6 +91,7 @@ class JointGraph:
     buffers: tuple[frozenset[int], frozenset[int]] | None = None
     draws: tuple[Draw, ...] = ()
     stale: frozenset[int] = frozenset()
+    dropped: frozenset[int] = frozenset()
 
     @cached_property
     def users(self) -> tuple[tuple[int, ...], ...]:

@@ -74,8 +74,7 @@ class GraphProfile:
     Attributes:
         forward_rise_bytes: How far live bytes rise above those at entry, inside the forward.
         saved_bytes: Storages that the forward hands to the backward: each once, without static ones and
-            without those that are also outputs (the program around the graph holds these). Inputs that the
-            backward reads count.
+            without outputs that the program around the graph holds. Inputs that the backward reads count.
         backward_rise_bytes: As the forward's; at entry the saved storages and the incoming gradients are
             live.
         forward_out_bytes: New storages among the forward's outputs.
@@ -93,7 +92,7 @@ class GraphProfile:
 
 def entry_weights(graph: JointGraph) -> tuple[int, ...]:
     """Bytes that each storage counts when handed to the backward; 0 if something else holds it anyway."""
-    held = {graph.ops[i].value for i in graph.forward_outputs} | graph.static
+    held = {graph.ops[i].value for i in graph.forward_outputs} - graph.dropped | graph.static
     return tuple(0 if s in held else size for s, size in enumerate(graph.storage_bytes))
 
 

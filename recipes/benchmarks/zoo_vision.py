@@ -86,7 +86,21 @@ def _transcribed(batch: int, samples: int, length: int) -> Callable[[], dict[str
 
 
 def _add(name: str, kind: Any, config: Callable[[], Any], batch: Any, note: str = "") -> None:
-    register(Family(name=name, make=lambda: kind(config()), batch=batch, note=note))
+    def small() -> Any:
+        fewer = config()
+        fewer.num_hidden_layers = 2
+        return kind(fewer)
+
+    one_stack = "num_hidden_layers" in config().to_dict()
+    register(
+        Family(
+            name=name,
+            make=lambda: kind(config()),
+            batch=batch,
+            note=note,
+            small=small if one_stack else None,
+        )
+    )
 
 
 _TRANSFORMER: dict[str, Any] = {
