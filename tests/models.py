@@ -128,8 +128,8 @@ def _square_loss(out: torch.Tensor) -> torch.Tensor:
     return (out - 1).square().mean()
 
 
-def _cases(shrink: int) -> dict[str, Case]:
-    """The gate's models with their layers divided by `shrink`."""
+def _cases(*, gpt: int, conv: int, mlp: int) -> dict[str, Case]:
+    """The gate's models with so many layers."""
 
     def tokens() -> torch.Tensor:
         return torch.randint(0, 256, (8, 256))
@@ -138,13 +138,13 @@ def _cases(shrink: int) -> dict[str, Case]:
         return torch.randn(16, 3, 64, 64)
 
     cases = (
-        Case("gpt", lambda: GPT(layers=6 // shrink), tokens, _token_loss),
-        Case("conv", lambda: ConvNet(blocks=8 // shrink), images, _class_loss),
-        Case("mlp", lambda: Stack(layers=16 // shrink), lambda: torch.randn(2048, 1024), _square_loss),
+        Case("gpt", lambda: GPT(layers=gpt), tokens, _token_loss),
+        Case("conv", lambda: ConvNet(blocks=conv), images, _class_loss),
+        Case("mlp", lambda: Stack(layers=mlp), lambda: torch.randn(2048, 1024), _square_loss),
         Case("broken", Broken, lambda: torch.randn(4096, 256), _square_loss),
     )
     return {case.name: case for case in cases}
 
 
-FULL = _cases(1)
-CASES = _cases(2)  # for the tests of every change: planning and compiling cost what the layers cost
+FULL = _cases(gpt=6, conv=8, mlp=16)
+CASES = _cases(gpt=2, conv=4, mlp=8)  # for every change: planning and compiling cost what layers cost
