@@ -10,10 +10,16 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
+import torch
 from torch import fx
+from torch.utils import _pytree as pytree
 
 from ._compat import compile_fx, compile_fx_inner, copied_graph
 from ._kernel_groups import freed_at_once
+
+DIFFERENTIATED_AGAIN = (
+    "its gradient is differentiated again (create_graph=True), which torch.compile cannot do"
+)
 
 # (what Inductor raised, is the graph a backward, does it draw from seeds) -> run it op by op? False: raise.
 # Only Inductor's code draws from seeds: op by op, a mask that is computed again would not be the same.
@@ -52,3 +58,16 @@ def _op_by_op(gm: fx.GraphModule) -> Callable[[list[Any]], Any]:
 
     call._boxed_call = True  # type: ignore[attr-defined]
     return call
+
+
+def when_differentiated_again(out: Any, tell: Callable[[], None]) -> None:
+    """Call `tell` when a backward through `out`, what a compiled call returned, is itself recorded by
+    autograd. Torch refuses only when that record is used."""
+
+    def hook(gradients: Any) -> None:
+        if torch.is_grad_enabled():
+            tell()
+
+    for leaf in pytree.tree_leaves(out):
+        if isinstance(leaf, torch.Tensor) and leaf.grad_fn is not None:
+            leaf.grad_fn.register_prehook(hook)

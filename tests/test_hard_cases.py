@@ -319,6 +319,38 @@ def test_double_backward_runs_its_module_eagerly_and_the_rest_is_planned() -> No
     assert error <= TOLERANCE, where
 
 
+def test_double_backward_that_comes_later_names_its_module_and_is_eager_from_then_on() -> None:
+    """A penalty that is computed every few steps, and not in the first one: torch refuses the step in which
+    it comes, and says nothing of a module."""
+    torch.manual_seed(0)
+    model, x = Penalised(), rows()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+
+    def step(penalty: bool) -> torch.Tensor:
+        optimizer.zero_grad()
+        made = model.generator(x)
+        loss = model.critic(made).square().mean()
+        if penalty:
+            (gradient,) = torch.autograd.grad(loss, made, create_graph=True)
+            loss = loss + gradient.square().sum()
+        loss.backward()
+        optimizer.step()
+        return loss.detach()
+
+    with dtr_integrations.auto_checkpoint(
+        model, budget="4GB", optimizer=optimizer, targets=["generator", "critic"]
+    ) as session:
+        session.step(lambda: step(False))
+        assert len(session.plan.schedule) == 2
+        with (
+            pytest.warns(PlanWarning, match=r"critic \(Tanh\).*create_graph=True.*next step runs it eagerly"),
+            pytest.raises(RuntimeError, match="create_graph|double backward"),
+        ):
+            session.step(lambda: step(True))
+        session.step(lambda: step(True))
+        assert len(session.plan.schedule) == 1
+
+
 def test_two_sequence_lengths_get_two_plans_and_a_log_line(caplog: pytest.LogCaptureFixture) -> None:
     build = case(Tanh)
     default = default_plan(build)

@@ -14,7 +14,7 @@ import torch
 from torch import nn
 from torch.utils import _pytree as pytree
 
-from .._backend import inductor_backend
+from .._backend import DIFFERENTIATED_AGAIN, inductor_backend, when_differentiated_again
 from .._compat import compile_call, is_compile_error, leave_out
 from .._randomness import random_state, set_random_state
 from .partitioner import PlanPartitioner
@@ -114,11 +114,13 @@ class _PlannedCall:
         if kind not in self.proven:
             return self._first(kind, args, kwargs)
         try:
-            return self.compiled(*args, **kwargs)
+            out = self.compiled(*args, **kwargs)
         except Exception as error:
             if is_compile_error(error):
                 self._give_up(error, "the next step runs it eagerly; this one is lost")
             raise
+        when_differentiated_again(out, self._differentiated_again)
+        return out
 
     def _first(self, kind: Any, args: Any, kwargs: Any) -> Any:
         """A call that may compile. If that fails the module runs eagerly, from the same state."""
@@ -136,11 +138,18 @@ class _PlannedCall:
                 raise
             return out
         self.proven.add(kind)
+        when_differentiated_again(out, self._differentiated_again)
         return out
 
     def _give_up(self, error: Exception, instead: str) -> None:
         self.backend = self.compiled = None
         self.owner._failed(self.name, error, instead, gives_up=True)
+
+    def _differentiated_again(self) -> None:
+        if self.backend is not None:
+            self._give_up(
+                RuntimeError(DIFFERENTIATED_AGAIN), "the next step runs it eagerly; this one may be lost"
+            )
 
     def _last_graph(self, limit: int) -> None:
         self.owner.last_graph(self.name, limit)

@@ -11,7 +11,7 @@ from __future__ import annotations
 import contextlib
 import gc
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -19,7 +19,7 @@ import torch
 from torch import nn
 from torch.utils import _pytree as pytree
 
-from .._backend import inductor_backend
+from .._backend import DIFFERENTIATED_AGAIN, inductor_backend, when_differentiated_again
 from .._compat import (
     ISOLATES_RECOMPILES,
     CustomPartitionerFn,
@@ -274,21 +274,13 @@ class _Targets:
             except Exception as error:
                 self.failed[name] = reason(error)
                 return eager(*args, **kwargs)
-            for leaf in pytree.tree_leaves(out):
-                if isinstance(leaf, torch.Tensor) and leaf.grad_fn is not None:
-                    leaf.grad_fn.register_prehook(self._differentiates(name))
+            when_differentiated_again(out, lambda: self._differentiates(name))
             return out
 
         module._compiled_call_impl = call
 
-    def _differentiates(self, name: str) -> Callable[[Any], None]:
-        def hook(gradients: Any) -> None:
-            if torch.is_grad_enabled():
-                self.differentiated[name] = (
-                    "its gradient is differentiated again (create_graph=True), which torch.compile cannot do"
-                )
-
-        return hook
+    def _differentiates(self, name: str) -> None:
+        self.differentiated[name] = DIFFERENTIATED_AGAIN
 
 
 def reason(error: BaseException) -> str:
