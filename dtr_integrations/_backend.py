@@ -7,6 +7,7 @@ values.
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -14,7 +15,14 @@ import torch
 from torch import fx
 from torch.utils import _pytree as pytree
 
-from ._compat import compile_fx, compile_fx_inner, copied_graph
+from ._compat import (
+    compile_fx,
+    compile_fx_inner,
+    copied_graph,
+    forget_donations,
+    keeps_graph,
+    never_donating,
+)
 from ._kernel_groups import freed_at_once
 
 DIFFERENTIATED_AGAIN = (
@@ -27,13 +35,16 @@ GraphFailed = Callable[[Exception, bool, bool], bool]
 
 
 def inductor_backend(
-    partitioner: Any, options: Mapping[str, Any], failed: GraphFailed
+    partitioner: Any, options: Mapping[str, Any], failed: GraphFailed, *, donates: bool = True
 ) -> Callable[[fx.GraphModule, Any], Any]:
-    """A Dynamo backend: `compile_fx` with `partitioner` and Inductor's `options`."""
+    """A Dynamo backend: `compile_fx` with `partitioner` and Inductor's `options`. `donates`: a backward may
+    overwrite what it was handed (it cannot run twice then)."""
     patches = {**options, "custom_partitioner_fn": partitioner}
 
     def compile_graph(gm: fx.GraphModule, inputs: Any, **kwargs: Any) -> Any:
         spare = fx.GraphModule(gm, copied_graph(gm.graph))  # Inductor's passes change what they are given
+        if not donates:
+            forget_donations()
         try:
             with freed_at_once(gm):
                 return compile_fx_inner(gm, inputs, **kwargs)
@@ -43,7 +54,8 @@ def inductor_backend(
             return _op_by_op(spare)
 
     def backend(gm: fx.GraphModule, inputs: Any) -> Any:
-        return compile_fx(gm, inputs, inner_compile=compile_graph, config_patches=patches)
+        with contextlib.nullcontext() if donates else never_donating():
+            return compile_fx(gm, inputs, inner_compile=compile_graph, config_patches=patches)
 
     return backend
 
@@ -60,13 +72,18 @@ def _op_by_op(gm: fx.GraphModule) -> Callable[[list[Any]], Any]:
     return call
 
 
-def when_differentiated_again(out: Any, tell: Callable[[], None]) -> None:
-    """Call `tell` when a backward through `out`, what a compiled call returned, is itself recorded by
-    autograd. Torch refuses only when that record is used."""
+def when_used_again(
+    out: Any, *, differentiated: Callable[[], None], kept: Callable[[], None] | None = None
+) -> None:
+    """Watch the backwards through `out`, what a compiled call returned: call `differentiated` when one is
+    itself recorded by autograd (torch refuses when that record is used), `kept` when another one is to
+    follow."""
 
     def hook(gradients: Any) -> None:
         if torch.is_grad_enabled():
-            tell()
+            differentiated()
+        elif kept is not None and keeps_graph():
+            kept()
 
     for leaf in pytree.tree_leaves(out):
         if isinstance(leaf, torch.Tensor) and leaf.grad_fn is not None:

@@ -9,12 +9,13 @@ Upstream links: github.com/pytorch/pytorch, folders torch/_inductor, torch/_func
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import inspect
 import operator
 import warnings
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -47,7 +48,7 @@ _NEEDED: dict[str, tuple[str, ...]] = {
     "torch._inductor.fx_passes.control_dependencies": ("preserve_node_ordering",),
     "torch._dynamo.repro.after_aot": ("save_graph_repro",),
     # how often a frame was compiled, against the recompile limit (torch/_guards.py)
-    "torch._guards": ("CompileContext",),
+    "torch._guards": ("CompileContext", "TracingContext.try_get"),
     "torch._inductor.config": (
         "custom_partitioner_fn",
         "allow_buffer_reuse",
@@ -76,6 +77,7 @@ _NEEDED: dict[str, tuple[str, ...]] = {
         "ban_recompute_long_fusible_chains",
         "ban_recompute_materialized_backward",
         "ban_recompute_used_far_apart",
+        "donated_buffer",
         "enable_autograd_cache",
     ),
     "torch._dynamo": ("disable",),
@@ -275,6 +277,21 @@ def is_compile_error(error: BaseException) -> bool:
 def keeps_graph() -> bool:
     """Inside a backward: whether what it reads is kept for another one (`retain_graph`, `create_graph`)."""
     return bool(torch._C._autograd._get_current_graph_task_keep_graph())
+
+
+@contextlib.contextmanager
+def never_donating() -> Iterator[None]:
+    """Graphs that are compiled inside do not overwrite what their forward hands to their backward."""
+    with torch._functorch.config.patch(donated_buffer=False):
+        yield
+
+
+def forget_donations() -> None:
+    """While a graph is lowered: say that none of its backward's inputs may be overwritten. One that says
+    nothing is refused when it is kept (torch/_functorch/_aot_autograd/runtime_wrappers.py)."""
+    tracing = torch._guards.TracingContext.try_get()
+    if tracing is not None and tracing.fw_metadata is not None:
+        tracing.fw_metadata.bw_donated_idxs = []
 
 
 def copied_graph(graph: torch.fx.Graph) -> torch.fx.Graph:

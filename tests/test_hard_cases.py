@@ -285,6 +285,37 @@ def test_two_backwards_over_one_graph() -> None:
         assert (ours - theirs).norm() <= TOLERANCE * theirs.norm()
 
 
+def test_a_graph_that_is_kept_later_is_planned_for_from_the_next_step_on() -> None:
+    """Torch compiles a backward so that it may overwrite what it reads, and refuses a second one."""
+    model, optimizer, x = losses_over_one_graph()
+    reference, other, _ = losses_over_one_graph()
+
+    def step(model: nn.Module, optimizer: Any, keep: bool) -> torch.Tensor:
+        optimizer.zero_grad()
+        out = model(x)
+        one, two = out.square().mean(), (out - 1).abs().mean()
+        if keep:
+            one.backward(retain_graph=True)
+            two.backward()
+        else:
+            (one + two).backward()
+        optimizer.step()
+        return (one + two).detach()
+
+    with dtr_integrations.auto_checkpoint(model, budget="4GB", optimizer=optimizer) as session:
+        losses = [session.step(lambda: step(model, optimizer, False))]
+        with (
+            pytest.warns(PlanWarning, match=r"kept for another backward \(retain_graph=True\)"),
+            pytest.raises(RuntimeError, match="donated buffers"),
+        ):
+            session.step(lambda: step(model, optimizer, True))
+        losses += [session.step(lambda: step(model, optimizer, keep)) for keep in (True, False, True)]
+        assert not session.planned.captured.parts.donates
+    for keep, loss in zip((False, True, False, True), losses, strict=True):
+        expected = step(reference, other, keep)
+        assert (loss - expected).abs() <= TOLERANCE * expected
+
+
 class Penalised(nn.Module):
     """A generator, and a critic whose gradient is penalised (its gradient is differentiated again)."""
 
@@ -344,7 +375,7 @@ def test_double_backward_that_comes_later_names_its_module_and_is_eager_from_the
         assert len(session.plan.schedule) == 2
         with (
             pytest.warns(PlanWarning, match=r"critic \(Tanh\).*create_graph=True.*next step runs it eagerly"),
-            pytest.raises(RuntimeError, match="create_graph|double backward"),
+            pytest.raises(RuntimeError, match=r"create_graph|double backward"),
         ):
             session.step(lambda: step(True))
         session.step(lambda: step(True))

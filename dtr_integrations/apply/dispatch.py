@@ -14,7 +14,7 @@ import torch
 from torch import nn
 from torch.utils import _pytree as pytree
 
-from .._backend import DIFFERENTIATED_AGAIN, inductor_backend, when_differentiated_again
+from .._backend import DIFFERENTIATED_AGAIN, inductor_backend, when_used_again
 from .._compat import compile_call, is_compile_error, leave_out
 from .._randomness import random_state, set_random_state
 from .partitioner import PlanPartitioner
@@ -40,6 +40,8 @@ class InPlace:
         self._backend: Callable[..., Any] | None = None
         # (module's name, torch's recompile limit): told once that a module gets its last graph.
         self.last_graph: Callable[[str, int], None] = lambda name, limit: None
+        # (module's name): told once that a graph is kept for another backward though `donates` was in force.
+        self.kept: Callable[[str], None] = lambda name: None
         self._calls = {name: _PlannedCall(name, module, self) for name, module in modules.items()}
         self._excluded: list[Callable[[], None]] = []
         for call in self._calls.values():
@@ -53,16 +55,17 @@ class InPlace:
         *,
         targets: Mapping[str, nn.Module],
         excluded: Mapping[str, nn.Module],
+        donates: bool = True,
     ) -> None:
         """From now on compile `targets` with this partitioner, and leave `excluded` out of every graph; what
-        was compiled before is dropped."""
+        was compiled before is dropped. `donates`: see `capture.step.Parts`."""
         self._include_all()
         for name, module in targets.items():
             if name not in self._calls:
                 self._calls[name] = _PlannedCall(name, module, self)
                 module._compiled_call_impl = self._calls[name]
         for name, call in self._calls.items():
-            call.use(partitioner, options, compiles=name in targets)
+            call.use(partitioner, options, compiles=name in targets, donates=donates)
         for name, module in excluded.items():
             if name not in self._calls:
                 self._excluded.append(leave_out(module))
@@ -96,10 +99,15 @@ class _PlannedCall:
         self.backend: Callable[..., Any] | None = None
         self.compiled: Callable[..., Any] | None = None
         self.proven: set[Any] = set()  # kinds of calls that have worked
+        self.donates = True
 
-    def use(self, partitioner: PlanPartitioner, options: Mapping[str, Any], *, compiles: bool) -> None:
-        self.compiled, self.proven = None, set()
-        self.backend = inductor_backend(partitioner, options, self._graph_failed) if compiles else None
+    def use(
+        self, partitioner: PlanPartitioner, options: Mapping[str, Any], *, compiles: bool, donates: bool
+    ) -> None:
+        self.compiled, self.proven, self.donates = None, set(), donates
+        self.backend = None
+        if compiles:
+            self.backend = inductor_backend(partitioner, options, self._graph_failed, donates=donates)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if not self.module.training or not torch.is_grad_enabled():
@@ -119,7 +127,7 @@ class _PlannedCall:
             if is_compile_error(error):
                 self._give_up(error, "the next step runs it eagerly; this one is lost")
             raise
-        when_differentiated_again(out, self._differentiated_again)
+        self._watch(out)
         return out
 
     def _first(self, kind: Any, args: Any, kwargs: Any) -> Any:
@@ -138,12 +146,22 @@ class _PlannedCall:
                 raise
             return out
         self.proven.add(kind)
-        when_differentiated_again(out, self._differentiated_again)
+        self._watch(out)
         return out
 
     def _give_up(self, error: Exception, instead: str) -> None:
         self.backend = self.compiled = None
         self.owner._failed(self.name, error, instead, gives_up=True)
+
+    def _watch(self, out: Any) -> None:
+        when_used_again(
+            out, differentiated=self._differentiated_again, kept=self._kept if self.donates else None
+        )
+
+    def _kept(self) -> None:
+        if self.donates:
+            self.donates = False
+            self.owner.kept(self.name)
 
     def _differentiated_again(self) -> None:
         if self.backend is not None:

@@ -12,14 +12,14 @@ import contextlib
 import gc
 import warnings
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 from torch import nn
 from torch.utils import _pytree as pytree
 
-from .._backend import DIFFERENTIATED_AGAIN, inductor_backend, when_differentiated_again
+from .._backend import DIFFERENTIATED_AGAIN, inductor_backend, when_used_again
 from .._compat import (
     ISOLATES_RECOMPILES,
     CustomPartitionerFn,
@@ -112,10 +112,12 @@ class _Observed(CustomPartitionerFn):  # type: ignore[misc, unused-ignore]
 @dataclass(frozen=True, kw_only=True)
 class Parts:
     """What of a step is compiled. `targets`: each in place; `excluded` (module, and why): run eagerly, also
-    where a target calls them."""
+    where a target calls them. `donates`: a backward may overwrite what its forward handed to it, which it
+    cannot where a call has several backwards (`retain_graph`)."""
 
     targets: tuple[str, ...]
     excluded: Mapping[str, str] = field(default_factory=dict)
+    donates: bool = True
 
 
 class TargetsFailed(CaptureError):
@@ -134,6 +136,7 @@ class DryRun:
 
     profile: StepProfile
     static: StaticMemory
+    parts: Parts
     called: tuple[str, ...]  # target modules that the step really called
     without_graph: tuple[str, ...]  # those of them of which torch.compile made no graph
     fingerprints: tuple[str, ...]  # of the graphs, by the index that regions use
@@ -163,8 +166,9 @@ def dry_step(
         stack.callback(observed.release)
         stack.callback(world.release)
         step = _built(source, world)
+        parts = parts or Parts(targets=tuple(step.targets))
         _label_static(world.counter, step)
-        targets.install(step, parts or Parts(targets=tuple(step.targets)), observed, options or {})
+        targets.install(step, parts, observed, options or {})
         stack.enter_context(dry_codegen(world.counter, watcher.generated))
         stack.enter_context(_no_caches())
         stack.enter_context(_quiet())
@@ -198,6 +202,7 @@ def dry_step(
     return DryRun(
         profile=profile,
         static=static,
+        parts=parts,
         called=tuple(targets.called),
         without_graph=tuple(name for name in targets.called if name not in targets.with_graph),
         fingerprints=tuple(graph.fingerprint for graph in watcher.graphs),
@@ -248,15 +253,17 @@ class _Targets:
         for name in parts.excluded:
             leave_out(step.model.get_submodule(name))
         for name in parts.targets:
-            self._compile(step.model.get_submodule(name), name, partitioner, options)
+            self._compile(step.model.get_submodule(name), name, partitioner, options, parts.donates)
 
-    def _compile(self, module: nn.Module, name: str, partitioner: Any, options: Mapping[str, Any]) -> None:
+    def _compile(
+        self, module: nn.Module, name: str, partitioner: Any, options: Mapping[str, Any], donates: bool
+    ) -> None:
         def graph_failed(error: Exception, is_backward: bool, draws_from_seeds: bool) -> bool:
             if is_backward:  # nobody could catch it in the backward; the step goes on, to see the rest
                 self.failed[name] = reason(error)
             return is_backward
 
-        inner = inductor_backend(partitioner, options, graph_failed)
+        inner = inductor_backend(partitioner, options, graph_failed, donates=donates)
 
         def backend(gm: Any, inputs: Any) -> Any:
             self.with_graph.add(name)
@@ -274,7 +281,7 @@ class _Targets:
             except Exception as error:
                 self.failed[name] = reason(error)
                 return eager(*args, **kwargs)
-            when_differentiated_again(out, lambda: self._differentiates(name))
+            when_used_again(out, differentiated=lambda: self._differentiates(name))
             return out
 
         module._compiled_call_impl = call
@@ -368,6 +375,9 @@ def capture(
     """One fake run of the whole step with torch's own partition (design §3). Raises as `dry_step`."""
     recorder = Recorder(measured_rates(device))
     run = dry_step(source, recorder, options=options, scratch=scratch, parts=parts)
+    if run.parts.donates and not all(region.closes for region in run.profile.regions):
+        parts = replace(run.parts, donates=False)
+        return capture(source, options=options, device=device, scratch=scratch, parts=parts)
     regions = tuple(
         Region(
             kind=RegionKind(r.kind),

@@ -16,7 +16,7 @@ from torch import nn
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from .._compat import compile_call, compile_fx, leave_out
+from .._compat import compile_call, compile_fx, leave_out, never_donating
 from .._randomness import preserved_randomness, random_state
 from ..apply.dispatch import InPlace
 from ..apply.partitioner import PlanPartitioner
@@ -117,8 +117,11 @@ def by_default(options: Mapping[str, Any], parts: Parts | None = None) -> Way:
     """Torch's default compile with these options, of `parts` (None: the step's targets). Shares no code with
     what carries out plans."""
 
+    keeps = parts is not None and not parts.donates
+
     def backend(gm: Any, inputs: Any) -> Any:
-        return compile_fx(gm, inputs, config_patches=dict(options))
+        with never_donating() if keeps else contextlib.nullcontext():
+            return compile_fx(gm, inputs, config_patches=dict(options))
 
     @contextlib.contextmanager
     def way(step: FakeStep) -> Iterator[None]:
@@ -148,7 +151,8 @@ def by_plan(partitioner: PlanPartitioner, options: Mapping[str, Any], parts: Par
     def way(step: FakeStep) -> Iterator[None]:
         targets, excluded = _modules(step, parts)
         in_place = InPlace(targets, lambda name, args, kwargs: None, failed)
-        in_place.use(partitioner, options, targets=targets, excluded=excluded)
+        donates = parts is None or parts.donates
+        in_place.use(partitioner, options, targets=targets, excluded=excluded, donates=donates)
         try:
             yield
         finally:

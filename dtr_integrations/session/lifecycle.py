@@ -12,6 +12,7 @@ import logging
 import os
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -172,6 +173,7 @@ class BudgetSession:
             targets, before_call or (lambda name, args, kwargs: None), self._compile_failed
         )
         self._in_place.last_graph = lambda name, limit: warn_of_last_graph(self._named(name), limit)
+        self._in_place.kept = self._graph_kept
 
     def prepare(self, source: StepSource) -> None:
         """Plan the step that `source` describes and compile by it from now on. Before any real forward.
@@ -418,6 +420,7 @@ class BudgetSession:
                 options,
                 targets={name: self.model.get_submodule(name) for name in parts.targets},
                 excluded={name: self.model.get_submodule(name) for name in parts.excluded},
+                donates=parts.donates,
             )
         if self.config.run_dir is not None:
             directory = Path(self.config.run_dir)
@@ -457,6 +460,18 @@ class BudgetSession:
         if gives_up:
             self._failed[name] = reason(error)
             self._settled = False  # the next step is planned without it
+
+    def _graph_kept(self, name: str) -> None:
+        warnings.warn(
+            f"the graph of {self._named(name)} is kept for another backward (retain_graph=True), and what "
+            "was compiled for the steps before may overwrite it. The next step is planned for that; if torch "
+            "refuses this one, run it once more. To have it from the start, keep the graph in the first "
+            "step.",
+            PlanWarning,
+            stacklevel=4,
+        )
+        parts = self._parts or Parts(targets=self._installed)
+        self._parts, self._settled = replace(parts, donates=False), False
 
     def _named(self, name: str) -> str:
         kind = type(self.model.get_submodule(name)).__name__
