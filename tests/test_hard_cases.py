@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -309,7 +310,8 @@ def test_a_graph_that_is_kept_later_is_planned_for_from_the_next_step_on() -> No
             pytest.raises(RuntimeError, match="donated buffers"),
         ):
             session.step(lambda: step(model, optimizer, True))
-        losses += [session.step(lambda: step(model, optimizer, keep)) for keep in (True, False, True)]
+        for keep in (True, False, True):
+            losses.append(session.step(partial(step, model, optimizer, keep)))
         assert not session.planned.captured.parts.donates
     for keep, loss in zip((False, True, False, True), losses, strict=True):
         expected = step(reference, other, keep)
