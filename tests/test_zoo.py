@@ -59,6 +59,19 @@ def test_a_gradient_that_is_rounding_on_both_sides_does_not_count() -> None:
     assert worst(Trained([wrong]), Trained([good]), rounding=ROUNDING)[0] > 1
 
 
+def test_no_gradient_is_as_good_as_zeros_and_nothing_else() -> None:
+    good = {"loss": torch.tensor(1.0), "grad a": torch.ones(4)}
+    assert worst(Trained([{**good, "grad b": torch.zeros(4)}]), Trained([good])) == (0.0, "")
+    assert worst(Trained([good]), Trained([{**good, "grad b": torch.zeros(4)}])) == (0.0, "")
+    for one, other in (
+        ({**good, "grad b": torch.full((4,), 1e-12)}, good),
+        (good, {**good, "buffer b": good["loss"]}),
+    ):
+        error, where = worst(Trained([one]), Trained([other]))
+        assert error == float("inf")
+        assert "b'] are on one side only" in where
+
+
 def test_a_row_passes_only_with_everything_proven() -> None:
     good = Row(
         family="x", outcome="planned", within_budget=True, error_default=1e-6, error_eager=1e-5,
