@@ -243,6 +243,121 @@ def test_python_code_that_is_run_again_is_caught(monkeypatch: pytest.MonkeyPatch
     assert not wrong(report, against="itself")  # the counter changes nothing
 
 
+class Notes:
+    """A plain object that a model writes to."""
+
+    def __init__(self) -> None:
+        self.calls = 0
+
+
+class Everywhere(Normed):
+    """Counts its calls in every place that Python has for it."""
+
+    total = 0
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.notes, self.tensor, self.array = Notes(), torch.zeros(1), np.zeros(2)
+        self.box: dict[str, Any] = {"tensor": torch.zeros(1), "calls": [0]}
+        self.python, self.numpy = random.Random(1), np.random.default_rng(1)
+
+    @torch.compiler.disable
+    def count(self) -> None:
+        global calls_of_everywhere
+        calls_of_everywhere += 1
+        Everywhere.total += 1
+        LISTED.append(torch.ones(1))
+        NAMED["calls"] += 1
+        self.notes.calls += 1
+        self.tensor = self.tensor + 1
+        self.array += 1
+        self.box["tensor"].add_(1)
+        self.box["calls"][0] += 1
+        self.python.random()
+        self.numpy.random()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.count()
+        return super().forward(x)
+
+
+calls_of_everywhere = 0
+LISTED: list[torch.Tensor] = []
+NAMED = {"calls": 0}
+
+
+def _counted(model: Everywhere) -> list[Any]:
+    """All that `Everywhere` counts."""
+    return [
+        *(calls_of_everywhere, Everywhere.total, len(LISTED), NAMED["calls"], model.notes.calls),
+        *(model.tensor.item(), model.array.tolist(), model.box["tensor"].item(), model.box["calls"][0]),
+        *(model.python.getstate(), model.numpy.bit_generator.state["state"]),
+    ]
+
+
+def test_planning_changes_nothing_that_the_model_counts() -> None:
+    model, x, optimizer = normed(Everywhere)
+    model(x)  # not everything is zero
+    before = _counted(model)
+    dtr_integrations.plan(model, x, budget=AMPLE, optimizer=optimizer, progress=False)
+    assert _counted(model) == before
+    assert all(type(item) is torch.Tensor for item in LISTED)
+
+
+def test_python_code_that_is_run_again_is_caught_wherever_it_counts(monkeypatch: pytest.MonkeyPatch) -> None:
+    example = normed(Everywhere)
+    before = _counted(example[0])
+    monkeypatch.setattr(dispatch, "compile_call", replayed)
+    report = verified(example, steps=1)
+    assert _counted(example[0]) == before
+    found = wrong(report)
+    module = __name__
+    assert found >= {
+        *(("Python state", name) for name in ("notes.calls", "Everywhere.total", f"{module}.NAMED")),
+        *(
+            ("attribute", name)
+            for name in ("tensor", "array", "box['tensor']", f"{module}.LISTED[{len(LISTED) + 1}]")
+        ),
+        *(("random state", f"generator {name}") for name in ("python", "numpy")),
+        ("Python state", f"{module}.calls_of_everywhere"),
+    }, found
+
+
+def test_a_global_counter_that_changes_the_forward_is_caught() -> None:
+    report = verified(normed(WarmingEverywhere), steps=2)
+    assert ("Python state", "WarmingEverywhere.total") in wrong(report, against="itself")
+    assert WarmingEverywhere.total == 0
+
+
+class WarmingEverywhere(Normed):
+    """A counter of its class changes the forward from call to call."""
+
+    total = 0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        WarmingEverywhere.total += 1
+        return super().forward(x) * min(WarmingEverywhere.total, 3)
+
+
+class Drawing(Normed):
+    """Has a generator of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.generator = torch.Generator().manual_seed(3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x) + torch.rand(x.shape[0], 1, generator=self.generator)
+
+
+def test_a_model_with_a_generator_of_its_own_is_planned_and_the_generator_stays_where_it_was() -> None:
+    model, x, optimizer = normed(Drawing)
+    state = model.generator.get_state()
+    plan = dtr_integrations.plan(model, x, budget=AMPLE, optimizer=optimizer, progress=False)
+    assert plan.schedule
+    assert torch.equal(model.generator.get_state(), state)
+
+
 class Warming(Normed):
     """A Python counter that changes the forward from call to call."""
 

@@ -44,6 +44,11 @@ class StepSource(Protocol):
         ...
 
 
+def functions_of(source: StepSource) -> list[Callable[..., Any]]:
+    """The functions of the user's, besides the model's own code, that a step is made of."""
+    return [value for value in vars(source).values() if callable(value) and not isinstance(value, nn.Module)]
+
+
 def split_inputs(example_inputs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """`example_inputs` of the public functions as (positional, keyword) arguments: a tensor, a tuple or list,
     or a dict."""

@@ -30,6 +30,7 @@ from .._compat import (
     leave_out,
     partitioners,
 )
+from .._python_state import preserved
 from ..core.graph import Region, RegionKind, StaticMemory, StepGraph
 from ..core.profile import StepProfile
 from ..errors import CaptureError
@@ -39,7 +40,7 @@ from .fake import FakeWorld, StorageCounter, wind_to_medians
 from .joint import Draft, describe, fingerprint, saved_indices
 from .regions import RegionWatcher
 from .scratch import Scratch
-from .source import FakeStep, StepSource
+from .source import FakeStep, StepSource, functions_of
 
 # Other strictnesses of torch's min-cut, as starts for the search. Keys of torch._functorch.config.
 _STRICTNESS = {
@@ -173,6 +174,7 @@ def dry_step(
         stack.enter_context(_no_caches())
         stack.enter_context(_quiet())
         stack.enter_context(world.active())
+        stack.enter_context(preserved(step.model, *functions_of(source)))
         for _ in range(warm_up_steps):
             _run(step, targets)
         _label_static(world.counter, step)

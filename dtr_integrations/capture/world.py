@@ -36,7 +36,7 @@ class World:
         """
         for item in shared:
             self._memo[id(item)] = item
-        self._share_ops(thing)
+        self._prepare(thing)
         try:
             with self._copying():
                 return copy.deepcopy(thing, self._memo)
@@ -47,12 +47,15 @@ class World:
                 "or give them a __deepcopy__."
             ) from error
 
-    def _share_ops(self, thing: Any) -> None:
-        """Ops among a module's attributes are code: they cannot be copied, and need not be."""
+    def _prepare(self, thing: Any) -> None:
+        """What a deep copy cannot do, of a module's attributes too: ops are code and stay the same, and a
+        generator of torch's is not copied among fake tensors."""
         modules = thing.modules() if isinstance(thing, nn.Module) else ()
-        for value in (value for module in modules for value in vars(module).values()):
+        for value in (thing, *(value for module in modules for value in vars(module).values())):
             if isinstance(value, _OPS):
                 self._memo[id(value)] = value
+            elif isinstance(value, torch.Generator) and id(value) not in self._memo:
+                self._memo[id(value)] = torch.Generator(value.device).set_state(value.get_state())
 
     def place(self, thing: Any) -> None:
         """Called with whatever is copied next: a world may decide here what stands for its tensors."""

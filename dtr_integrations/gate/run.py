@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import contextlib
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -17,10 +17,11 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from .._compat import compile_call, compile_fx, leave_out, never_donating
+from .._python_state import Place, generator_state, inside, outside, preserved
 from .._randomness import preserved_randomness, random_state
 from ..apply.dispatch import InPlace
 from ..apply.partitioner import PlanPartitioner
-from ..capture.source import FakeStep, StepSource
+from ..capture.source import FakeStep, StepSource, functions_of
 from ..capture.step import Parts
 from ..capture.world import RealWorld
 
@@ -45,7 +46,9 @@ class Trained:
     Attributes:
         steps: tensors after each step; the last one's has parameters and optimizer state as well.
         random: the random state afterwards, by generator.
-        python: plain attributes of the modules afterwards; `changed` names those that were others before.
+        python: plain values afterwards that the model's code can reach, by name (see `_python_state`): of
+            attributes all, of what is outside of the model those that were others before; `changed` names
+            what was.
         hook_calls: how often each gradient hook on a parameter ran.
         drew: whether random numbers of torch's were drawn.
         dtypes: floating dtypes that ops of the first step returned (only for eager training).
@@ -75,25 +78,34 @@ def train(
         way: `eagerly`, `by_default(...)` or `by_plan(...)`.
         steps: optimizer steps, at least 1.
         nudge: parameters begin at (1 + nudge · u) times their value, u uniform in [−1, 1).
-        python: attributes of modules to set first, by name as in `Trained.python`.
+        python: values to set first, by name as in `Trained.python`.
     """
     world = RealWorld()
     trained = Trained()
-    with preserved_randomness(), torch._dynamo.config.patch({"recompile_limit": 64}):
+    functions = functions_of(source)
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(preserved_randomness())
+        stack.enter_context(torch._dynamo.config.patch({"recompile_limit": 64}))
         step = source.build(world)
+        stack.enter_context(preserved(step.model, *functions))
         _nudge(step.model, nudge)
-        _set_python(step.model, python or {})
+        reached = _Reached(step.model, functions)
+        reached.set(python or {})
         _count_hooks(step.model, trained.hook_calls)
-        before, drawn = python_state(step.model), torch.get_rng_state()
-        record = _Record(step)
+        before, drawn = reached.plain(), torch.get_rng_state()
+        record = _Record(step, reached)
         with way(step), record.watching_backward():
             for number in range(steps):
                 with _dtypes(trained.dtypes) if way is eagerly and not number else contextlib.nullcontext():
                     step.run()
                 trained.steps.append(record.take())
         trained.steps[-1].update(_final(step))
-        trained.random = random_state()
-        trained.python = python_state(step.model)
+        trained.random = random_state() | reached.generators()
+        trained.python = {
+            name: value
+            for name, value in reached.plain().items()
+            if name in reached.inside or not same_value(value, before.get(name, _ABSENT))
+        }
         trained.changed = tuple(
             n for n, v in trained.python.items() if not same_value(v, before.get(n, _ABSENT))
         )
@@ -184,8 +196,8 @@ def _while_training(module: nn.Module, compiled: Callable[..., Any]) -> Callable
 class _Record:
     """Losses and gradients as each backward leaves them: later code may zero them."""
 
-    def __init__(self, step: FakeStep) -> None:
-        self.step = step
+    def __init__(self, step: FakeStep, reached: _Reached) -> None:
+        self.step, self.reached = step, reached
         self.names = _names(step)
         self.tensors: dict[Key, torch.Tensor] = {}
         self.backwards = 0
@@ -209,6 +221,8 @@ class _Record:
         """The step's tensors; begins the next step."""
         for name, buffer in self.step.model.named_buffers():
             self.tensors[Key("buffer", name)] = _kept(buffer)
+        for name, tensor in self.reached.tensors():
+            self.tensors[Key("attribute", name)] = _kept(tensor)
         tensors, self.tensors, self.backwards = self.tensors, {}, 0
         return tensors
 
@@ -253,21 +267,52 @@ def _kept(value: Any) -> torch.Tensor:
     return (value.to_dense() if value.layout is not torch.strided else value).to("cpu", copy=True)
 
 
-def python_state(model: nn.Module) -> dict[str, Any]:
-    """Plain attributes of every module (numbers, texts, containers of them), by dotted name; copies."""
-    own = vars(nn.Module()).keys() - {"training"}
-    return {
-        f"{module_name}.{name}" if module_name else name: _copied(value)
-        for module_name, module in model.named_modules()
-        for name, value in vars(module).items()
-        if name not in own and _is_plain(value)
-    }
+class _Reached:
+    """What the model's code can reach besides parameters and buffers, as it is when asked."""
+
+    def __init__(self, model: nn.Module, functions: Sequence[Any]) -> None:
+        self.model, self.functions = model, functions
+        self.inside: dict[str, Place] = {}
+        self.known = {id(tensor) for tensor in (*model.parameters(), *model.buffers())}
+
+    def _values(self) -> Iterator[tuple[str, Place, Any]]:
+        self.inside = inside(self.model)
+        for name, place in {**outside(self.model, *self.functions), **self.inside}.items():
+            yield name, place, place.get()
+
+    def plain(self) -> dict[str, Any]:
+        """Numbers, texts and containers of them, by name; copies."""
+        return {name: _copied(value) for name, _, value in self._values() if _is_plain(value)}
+
+    def generators(self) -> dict[str, Any]:
+        """The state of every random generator that is an object of its own."""
+        found = {name: generator_state(value) for name, _, value in self._values()}
+        return {f"generator {name}": state for name, state in found.items() if state is not None}
+
+    def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """Tensors and numeric arrays, those in containers included, without parameters and buffers."""
+        for name, _, value in self._values():
+            if isinstance(value, nn.Module) or _is_plain(value):
+                continue
+            for path, leaf in pytree.tree_flatten_with_path(value)[0][:_MOST_ITEMS]:
+                tensor = _as_tensor(leaf)
+                if tensor is not None and id(leaf) not in self.known:
+                    yield f"{name}{pytree.keystr(path)}", tensor
+
+    def set(self, values: Mapping[str, Any]) -> None:
+        """Have the names hold these values."""
+        places = {name: place for name, place, _ in self._values()}
+        for name, value in values.items():
+            places[name].set(_copied(value))
 
 
-def _set_python(model: nn.Module, values: Mapping[str, Any]) -> None:
-    for name, value in values.items():
-        module, _, attribute = name.rpartition(".")
-        setattr(model.get_submodule(module), attribute, _copied(value))
+def _as_tensor(leaf: Any) -> torch.Tensor | None:
+    if isinstance(leaf, torch.Tensor):
+        return None if isinstance(leaf, nn.Parameter) else leaf
+    if type(leaf).__module__ == "numpy" and getattr(leaf, "dtype", None) is not None:
+        with contextlib.suppress(TypeError):  # of objects or texts
+            return torch.as_tensor(leaf)
+    return None
 
 
 def _is_plain(value: Any) -> bool:

@@ -1,0 +1,325 @@
+"""Python state that a model's code can reach: attributes of its modules and of objects that they hold, and,
+outside of them, globals, class attributes and closures.
+
+A step is planned and compared on twins of the model, but of a global counter or a class attribute there is
+only one: the model's code changes the real one, whatever it runs on. `preserved` puts all of it back. What
+the code can reach is read off the names in it; none of it is run.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import random
+import sys
+import types
+from collections import deque
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+try:
+    import numpy
+except ImportError:  # torch works without numpy
+    numpy = None  # type: ignore[assignment]
+
+_LIBRARIES = {
+    *sys.stdlib_module_names,
+    *("torch", "numpy", "lightning", "pytorch_lightning", __name__.partition(".")[0]),
+} - {"__main__"}
+_CONTAINERS = (list, dict, set, deque)
+_MOST_ITEMS = 10_000  # of a container that is looked into
+_MOST_BYTES = 1 << 26  # of a tensor or array of which a copy is kept
+_ABSENT: Any = object()
+
+
+@dataclass(frozen=True)
+class Place:
+    """A name that holds a value: in a dict (a module's globals, an object's attributes), a class or a
+    closure."""
+
+    owner: Any
+    key: str
+
+    def get(self, default: Any = None) -> Any:
+        """What it holds now; `default` if there is nothing."""
+        if isinstance(self.owner, types.CellType):
+            try:
+                return self.owner.cell_contents
+            except ValueError:
+                return default
+        names = vars(self.owner) if isinstance(self.owner, type) else self.owner
+        return names.get(self.key, default)
+
+    def set(self, value: Any) -> None:
+        """Have it hold `value`."""
+        if isinstance(self.owner, types.CellType):
+            self.owner.cell_contents = value
+        elif isinstance(self.owner, type):
+            setattr(self.owner, self.key, value)
+        else:
+            self.owner[self.key] = value
+
+    def clear(self) -> None:
+        """Have it hold nothing."""
+        if isinstance(self.owner, types.CellType):
+            del self.owner.cell_contents
+        elif isinstance(self.owner, type):
+            delattr(self.owner, self.key)
+        else:
+            del self.owner[self.key]
+
+
+def inside(model: nn.Module) -> dict[str, Place]:
+    """By dotted name: the attributes of every module and of the objects of the user's classes that they
+    hold."""
+    found: dict[str, Place] = {}
+    own = vars(nn.Module()).keys() - {"training"}
+    seen: set[int] = set()
+
+    def attributes(names: dict[str, Any], path: str, leave_out: Any = ()) -> None:
+        for name, value in names.items():
+            if name in leave_out:
+                continue
+            found[f"{path}{name}"] = Place(names, name)
+            if _is_users_object(value) and id(value) not in seen:
+                seen.add(id(value))
+                attributes(vars(value), f"{path}{name}.")
+
+    for module_name, module in model.named_modules():
+        attributes(vars(module), f"{module_name}." if module_name else "", own)
+    return found
+
+
+def outside(model: nn.Module, *functions: Any) -> dict[str, Place]:
+    """By name: the globals, class attributes and closures to which the code of the model's classes and of
+    `functions` refers, and the code that it calls in turn; that of libraries is left out."""
+    reach = _Reach()
+    for module in model.modules():
+        reach.classes_of(module)
+    for function in functions:
+        reach.code(function)
+    return reach.finished()
+
+
+class _Reach:
+    def __init__(self) -> None:
+        self.places: dict[str, Place] = {}
+        self._seen: set[int] = set()
+        self._todo: list[Callable[[], None]] = []  # classes and functions that were met
+
+    def finished(self) -> dict[str, Place]:
+        while self._todo:
+            self._todo.pop()()
+        return self.places
+
+    def classes_of(self, thing: Any) -> None:
+        for kind in type(thing).__mro__:
+            self.kind(kind)
+
+    def kind(self, kind: type) -> None:
+        """A class: what it holds, and the code of its methods."""
+        if id(kind) in self._seen or not _is_users(kind.__module__):
+            return
+        self._seen.add(id(kind))
+        self._todo.append(lambda: self._attributes(kind))
+
+    def _attributes(self, kind: type) -> None:
+        for name, value in list(vars(kind).items()):
+            if isinstance(value, (types.FunctionType, staticmethod, classmethod, property)):
+                self.code(value)
+            elif not name.startswith("__") and not hasattr(value, "__get__"):
+                self.places[f"{kind.__qualname__}.{name}"] = Place(kind, name)
+
+    def code(self, function: Any) -> None:
+        """A function: the globals that it names, and its closure."""
+        if isinstance(function, property):
+            for part in (function.fget, function.fset):
+                self.code(part)
+            return
+        function = getattr(function, "__func__", function)
+        if not isinstance(function, types.FunctionType) or id(function) in self._seen:
+            return
+        if not _is_users(function.__module__):
+            return
+        self._seen.add(id(function))
+        self._todo.append(lambda: self._read(function))
+
+    def _read(self, function: types.FunctionType) -> None:
+        names = _names_in(function.__code__)
+        self._names(function.__globals__, names, function.__module__)
+        for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
+            self._value(f"{function.__qualname__}:{name}", Place(cell, name), names)
+
+    def _names(self, scope: dict[str, Any], names: set[str], module: str) -> None:
+        for name in names & scope.keys():
+            self._value(f"{module}.{name}", Place(scope, name), names)
+
+    def _value(self, path: str, place: Place, names: set[str]) -> None:
+        value = place.get()
+        if isinstance(value, type):
+            self.kind(value)
+        elif isinstance(value, types.ModuleType):
+            if _is_users(value.__name__) and id(value) not in self._seen:
+                self._names(vars(value), names, value.__name__)
+        elif isinstance(value, (types.FunctionType, types.MethodType)):
+            self.code(value)
+        else:
+            self.places[path] = place
+            if _is_users_object(value):
+                self.classes_of(value)
+
+
+def _names_in(code: types.CodeType) -> set[str]:
+    names = set(code.co_names)
+    for constant in code.co_consts:
+        if isinstance(constant, types.CodeType):
+            names |= _names_in(constant)
+    return names
+
+
+def _is_users(module: str | None) -> bool:
+    return (module or "builtins").partition(".")[0] not in _LIBRARIES
+
+
+def _is_users_object(value: Any) -> bool:
+    skipped = (type, nn.Module, torch.Tensor, torch.optim.Optimizer, torch.utils.data.Dataset)
+    return hasattr(value, "__dict__") and not isinstance(value, skipped) and _is_users(type(value).__module__)
+
+
+@contextlib.contextmanager
+def preserved(model: nn.Module, *functions: Any) -> Iterator[None]:
+    """Python state outside of the model (see `outside`) is after the block what it was before: names hold the
+    same objects, and containers, generators, arrays, tensors and the user's objects the same contents."""
+    places = outside(model, *functions)
+    owners = {id(place.owner): place.owner for place in places.values() if isinstance(place.owner, type)}
+    names = {key: set(vars(owner)) for key, owner in owners.items()}
+    held = [(place, place.get(_ABSENT)) for place in places.values()]
+    kept = _Contents()
+    for _, value in held:
+        kept.keep(value)
+    try:
+        yield
+    finally:
+        for place, value in held:
+            if value is _ABSENT:
+                if place.get(_ABSENT) is not _ABSENT:
+                    place.clear()
+            elif place.get(_ABSENT) is not value:
+                place.set(value)
+        for key, owner in owners.items():
+            for name in [n for n in vars(owner) if n not in names[key] and not n.startswith("__")]:
+                delattr(owner, name)
+        kept.restore()
+
+
+class _Contents:
+    """What mutable objects hold, all the way down."""
+
+    def __init__(self) -> None:
+        self._undo: list[Callable[[], None]] = []
+        self._seen: dict[int, Any] = {}  # the objects too: an id is theirs only while they live
+        self._todo: list[Any] = []
+
+    def keep(self, value: Any) -> None:
+        self._todo.append(value)
+        while self._todo:
+            self._keep(self._todo.pop())
+
+    def _keep(self, value: Any) -> None:
+        if id(value) in self._seen:
+            return
+        if isinstance(value, _CONTAINERS):
+            self._seen[id(value)] = value
+            self._keep_container(value)
+        elif isinstance(value, (tuple, frozenset)):
+            self._seen[id(value)] = value
+            self._parts(value)
+        elif isinstance(value, torch.Tensor):
+            self._seen[id(value)] = value
+            self._keep_tensor(value)
+        elif numpy is not None and isinstance(value, numpy.ndarray):
+            self._seen[id(value)] = value
+            self._keep_array(value)
+        elif (state := generator_state(value)) is not None:
+            self._undo.append(lambda: _set_generator_state(value, state))
+        elif _is_users_object(value):
+            self._seen[id(value)] = value
+            self._keep_container(vars(value))
+
+    def restore(self) -> None:
+        for undo in self._undo:
+            undo()
+
+    def _parts(self, parts: Any) -> None:
+        if len(parts) <= _MOST_ITEMS:
+            self._todo.extend(parts)
+
+    def _keep_container(self, value: Any) -> None:
+        before = _items(value)
+
+        def undo() -> None:
+            if _same_items(_items(value), before):
+                return
+            value.clear()
+            if isinstance(value, (dict, set)):
+                value.update(before)
+            else:
+                value.extend(before)
+
+        self._undo.append(undo)
+        self._parts(list(before.values()) if isinstance(before, dict) else before)
+
+    def _keep_tensor(self, tensor: torch.Tensor) -> None:
+        if tensor.requires_grad or tensor.is_meta or tensor.layout is not torch.strided:
+            return
+        if tensor.numel() * tensor.element_size() > _MOST_BYTES:
+            return
+        before = tensor.clone()
+
+        def undo() -> None:
+            if tensor.shape != before.shape or not torch.equal(tensor, before):
+                with torch.no_grad():
+                    tensor.resize_(before.shape).copy_(before)
+
+        self._undo.append(undo)
+
+    def _keep_array(self, array: Any) -> None:
+        if array.nbytes <= _MOST_BYTES and array.flags.writeable and array.dtype != object:
+            before = array.copy()
+            self._undo.append(lambda: numpy.copyto(array, before))
+
+
+def _items(container: Any) -> Any:
+    """What it holds, past whatever its class makes of `[]`."""
+    return dict(dict.items(container)) if isinstance(container, dict) else list(container)
+
+
+def _same_items(one: Any, other: Any) -> bool:
+    if isinstance(one, dict):
+        return list(one) == list(other) and all(one[key] is other[key] for key in one)
+    return len(one) == len(other) and all(a is b for a, b in zip(one, other, strict=True))
+
+
+def generator_state(value: Any) -> Any:
+    """The state of a random generator that is an object of its own; None for anything else."""
+    if isinstance(value, random.Random):
+        return value.getstate()
+    if isinstance(value, torch.Generator):
+        return value.get_state()
+    if numpy is not None and isinstance(value, numpy.random.Generator):
+        return value.bit_generator.state
+    if numpy is not None and isinstance(value, numpy.random.RandomState):
+        return value.get_state()
+    return None
+
+
+def _set_generator_state(value: Any, state: Any) -> None:
+    if isinstance(value, random.Random):
+        value.setstate(state)
+    elif isinstance(value, (torch.Generator, numpy.random.RandomState)):
+        value.set_state(state)
+    else:
+        value.bit_generator.state = state
