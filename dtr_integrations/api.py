@@ -48,7 +48,7 @@ def auto_checkpoint(
 
     settings = DTRConfig.from_any(budget=budget, **config)
     _check_module(model)
-    _check_optimizer(optimizer)
+    _check_optimizer(optimizer, model)
     return ModuleSession(settings, model, optimizers=() if optimizer is None else (optimizer,))
 
 
@@ -209,7 +209,11 @@ def _question(
 
     settings = DTRConfig.from_any(budget=budget, **config)
     _check_module(model)
-    _check_optimizer(optimizer)
+    _check_optimizer(optimizer, model)
+    if loss_fn is not None and not callable(loss_fn):
+        raise ConfigError(
+            f"loss_fn={loss_fn!r} is no function; pass one of the model's output, or leave it out"
+        )
     targets = tuple(settings.targets or ("",))
     target_modules(model, targets)
     if strategy is not None or world_size != 1:
@@ -244,13 +248,21 @@ def _check_module(model: Any) -> None:
         raise ConfigError(f"the model is {type(model).__name__}, not a torch.nn.Module")
 
 
-def _check_optimizer(optimizer: Any) -> None:
+def _check_optimizer(optimizer: Any, model: torch.nn.Module) -> None:
     import torch
 
     from .errors import ConfigError
 
     if optimizer is not None and not isinstance(optimizer, torch.optim.Optimizer):
         raise ConfigError(f"optimizer={optimizer!r} is no torch.optim.Optimizer; pass one, or leave it out")
+    if optimizer is None:
+        return
+    stepped = {id(p) for group in optimizer.param_groups for p in group["params"]}
+    if stepped and stepped.isdisjoint(map(id, model.parameters())):
+        raise ConfigError(
+            f"optimizer= steps no parameter of {type(model).__name__}: it was made for another model, or "
+            "before the parameters were replaced; make it from model.parameters()"
+        )
 
 
 def _device(device: Any, model: torch.nn.Module) -> torch.device:

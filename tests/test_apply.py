@@ -40,6 +40,7 @@ SMALL = {
     "gpt": (lambda: GPT(layers=3, width=64, length=64), lambda: torch.randint(0, 256, (4, 64))),
     "conv": (lambda: ConvNet(blocks=3, channels=8), lambda: torch.randn(4, 3, 16, 16)),
 }
+QUICK = ["gpt", pytest.param("conv", marks=pytest.mark.slow)]
 
 
 @cache
@@ -79,7 +80,7 @@ class Spy(CustomPartitionerFn):
         return "spy"
 
 
-@pytest.mark.parametrize("name", SMALL)
+@pytest.mark.parametrize("name", QUICK)
 def test_a_plan_that_does_not_bind_leaves_torchs_graphs_as_they_are_node_by_node(name: str) -> None:
     torchs = Spy(partitioners.min_cut_rematerialization_partition)
     dry_step(source_of(name), torchs)
@@ -105,7 +106,7 @@ def in_tags(graph: JointGraph, schedule: GraphSchedule) -> GraphSchedule:
     return schedule_for(graph, kept | parts)
 
 
-@pytest.mark.parametrize("name", SMALL)
+@pytest.mark.parametrize("name", QUICK)
 def test_tags_and_extraction_agree(name: str) -> None:
     (graph,) = captured_of(name).step.graphs
     points = [p for p in frontier_of(name).points if not p.is_default]

@@ -12,7 +12,14 @@ import torch
 from torch import nn
 
 import dtr_integrations
-from dtr_integrations.errors import BudgetInfeasible, ConfigError, NothingPlanned, PlanMismatch
+from dtr_integrations.errors import (
+    BudgetInfeasible,
+    CaptureError,
+    ConfigError,
+    NothingPlanned,
+    PlanMismatch,
+    PlanWarning,
+)
 
 
 class Net(nn.Module):
@@ -51,6 +58,8 @@ def one_step(model: nn.Module, optimizer: Any, x: torch.Tensor) -> None:
         ({"device": "gpu"}, "device='gpu'"),
         ({"device": "xpu"}, "device='xpu'"),
         ({"world_size": 2}, "world_size=2"),
+        ({"loss_fn": 5}, "loss_fn=5"),
+        ({"optimizer": torch.optim.SGD(nn.Linear(2, 2).parameters(), lr=0.1)}, "no parameter of Net"),
     ],
 )
 def test_wrong_arguments_of_plan_name_themselves(arguments: dict[str, Any], says: str) -> None:
@@ -210,6 +219,62 @@ def test_a_larger_batch_is_planned_again_before_it_runs() -> None:
         assert len(session.reports) == 2
         assert all(report.within_budget for report in session.reports)
         assert max(report.prediction_error for report in session.reports) <= 0.01
+
+
+def test_a_larger_batch_for_which_no_plan_fits_gets_the_lowest() -> None:
+    model, optimizer, x = setup()
+    default = dtr_integrations.plan(model, x, budget="1GB", optimizer=optimizer)
+    with dtr_integrations.auto_checkpoint(
+        model, optimizer=optimizer, budget=f"{default.default_allocated_bytes}B"
+    ) as session:
+        session.step(lambda: one_step(model, optimizer, x))
+        large = torch.cat([x] * 8)
+        with pytest.warns(PlanWarning, match=r"no plan fits .*; using the lowest one"):
+            session.step(lambda: one_step(model, optimizer, large))
+        session.step(lambda: one_step(model, optimizer, large))
+        report = session.reports[-1]
+        assert report.peak_allocated_bytes == session.plan.predicted_allocated_bytes
+    other, optimizer, _ = setup()
+    with pytest.raises(BudgetInfeasible) as refused:
+        dtr_integrations.plan(other, large, budget=f"{default.static_bytes}B", optimizer=optimizer)
+    assert (
+        report.peak_allocated_bytes <= 1.2 * refused.value.lowest_bytes
+    )  # which depends on the budget a little
+
+
+def test_a_bad_first_batch_does_not_end_the_budget() -> None:
+    """A loop that skips batches which fail: the step was at fault, not the planning."""
+    model, optimizer, x = setup()
+    with dtr_integrations.auto_checkpoint(model, optimizer=optimizer, budget="1GB") as session:
+        with pytest.warns(NothingPlanned), pytest.raises(RuntimeError, match=r"shapes|dimension"):
+            session.step(lambda: one_step(model, optimizer, x[:, :5]))
+        assert session.plan is None
+        for _ in range(2):
+            session.step(lambda: one_step(model, optimizer, x))
+        assert session.plan is not None
+        assert len(session.reports) == 1
+
+
+@pytest.mark.parametrize(
+    ("loss_fn", "says"),
+    [
+        (lambda out: out, r"loss_fn returned a tensor of float32\[8, 32\]"),
+        (lambda out: None, "loss_fn returned NoneType"),
+        (lambda out: out.argmax(), r"loss_fn returned a tensor of int64\[\]"),
+        (lambda out: out.detach().sum(), "loss_fn detaches it"),
+        (lambda out: 1 / 0, r"loss_fn fails on what the model returned \(a tensor of float32\[8, 32\]\)"),
+    ],
+)
+def test_a_wrong_loss_function_is_named(loss_fn: Any, says: str) -> None:
+    model, _, x = setup()
+    with pytest.raises(CaptureError, match=says):
+        dtr_integrations.plan(model, x[:8], budget="1GB", loss_fn=loss_fn)
+
+
+def test_a_frozen_model_has_nothing_to_train() -> None:
+    model, _, x = setup()
+    with pytest.raises(CaptureError, match="all parameters are frozen"):
+        dtr_integrations.plan(model.requires_grad_(False), x[:8], budget="1GB")
 
 
 def test_gradients_that_live_on_are_planned_for_at_the_second_call() -> None:

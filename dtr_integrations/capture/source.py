@@ -7,6 +7,7 @@ clipping, optimizer.
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
@@ -78,6 +79,37 @@ def default_loss(output: Any) -> torch.Tensor:
     )
 
 
+def _scalar(loss_fn: Callable[[Any], Any], output: Any, *, given: bool) -> torch.Tensor:
+    """The loss, which has to be a scalar that a backward can begin from."""
+    try:
+        loss = loss_fn(output)
+    except CaptureError:
+        raise
+    except Exception as error:
+        raise CaptureError(
+            f"loss_fn fails on what the model returned ({_kind(output)}): {type(error).__name__}: {error}. "
+            "It gets the model's output and returns the loss, a scalar tensor."
+        ) from error
+    if not isinstance(loss, torch.Tensor) or loss.numel() != 1 or not loss.is_floating_point():
+        raise CaptureError(
+            f"loss_fn returned {_kind(loss)}, and a backward begins from a scalar floating tensor: "
+            "reduce it, e.g. by .mean()"
+        )
+    if not loss.requires_grad:
+        culprit = "loss_fn detaches it, or " if given else ""
+        raise CaptureError(
+            f"the loss depends on nothing that requires a gradient, so there is nothing to train: {culprit}"
+            "all parameters are frozen, or this is called inside torch.no_grad() or torch.inference_mode()"
+        )
+    return loss
+
+
+def _kind(value: Any) -> str:
+    if isinstance(value, torch.Tensor):
+        return f"a tensor of {str(value.dtype).removeprefix('torch.')}{list(value.shape)}"
+    return f"{type(value).__name__}"
+
+
 def zero_gradients(parameters: Iterable[torch.Tensor]) -> None:
     """As `zero_grad(set_to_none=True)`."""
     for parameter in parameters:
@@ -119,10 +151,8 @@ class ModuleStep:
         loss_fn = default_loss if self.loss_fn is None else twin_function(self.loss_fn, world)
 
         def loss_of() -> torch.Tensor:
-            if self.context is None:
-                return loss_fn(model(*args, **kwargs))
-            with self.context():
-                return loss_fn(model(*args, **kwargs))
+            with contextlib.nullcontext() if self.context is None else self.context():
+                return _scalar(loss_fn, model(*args, **kwargs), given=self.loss_fn is not None)
 
         def run() -> None:
             for micro in range(self.micro_batches):

@@ -108,6 +108,8 @@ class BudgetSession:
         self._failed: dict[str, str] = {}  # targets that failed when they ran for real, since the last plan
         self._batch_bytes = 0  # of the largest batch that was planned for
         self._growths = 0  # how often a batch was larger
+        self._grown = False  # the plan in force is for smaller batches
+        self._unproven = False  # given up on because the dry run failed; the step may be at fault itself
         self._verified = False
         self._measured_before_plan = 0
         self._peaks = StepPeaks(model, self.optimizers, self.device)
@@ -159,7 +161,7 @@ class BudgetSession:
         if grown and self._growths < _MAX_GROWTHS:
             self._growths += 1
             log.warning("a batch of %s is larger than planned for: planning again", format_bytes(size_bytes))
-            self._settled = False
+            self._settled, self._grown = False, True
         if self.needs_plan:
             self._batch_bytes = max(self._batch_bytes, size_bytes)
         return self.needs_plan
@@ -197,6 +199,7 @@ class BudgetSession:
             if self.config.fallback == "error":
                 raise
             self._give_up(f"the step could not be captured: {error}")
+            self._unproven = True
             return
         except BudgetInfeasible as error:
             if self.planned is None:
@@ -204,10 +207,13 @@ class BudgetSession:
                 raise
             # A run that has begun is not ended by what was learnt in it: the plan in force stays.
             self._replans = _MAX_REPLANS
-            warnings.warn(
-                f"no better plan was found, the one in force stays: {error}", PlanWarning, stacklevel=3
-            )
-            return
+            if not self._grown:
+                warnings.warn(
+                    f"no better plan was found, the one in force stays: {error}", PlanWarning, stacklevel=3
+                )
+                return
+            # That one knows nothing of the larger batch: the lowest plan is nearer to the budget.
+            planned = self._planned_for(source, options=self.config.compile_options, best_effort=True)
         except DTRError:
             self._settled = False
             raise
@@ -345,7 +351,13 @@ class BudgetSession:
                 )
             )
         with self.tracing(batch) if self.should_measure() else contextlib.nullcontext():
-            result = fn()
+            try:
+                result = fn()
+            except Exception:
+                # It failed on fake tensors and it fails for real: not a step that cannot be planned.
+                self._settled = self._settled and not self._unproven
+                raise
+        self._unproven = False
         self.finish_step()
         return result
 
@@ -406,7 +418,7 @@ class BudgetSession:
         self._progress(f"verified: {len(report.rows)} values of {report.steps} steps are in order")
 
     def _adopt(self, planned: Planned) -> None:
-        self.planned = planned
+        self.planned, self._grown = planned, False
         self._decisions.adopt(planned)
         self._measure_soon()
         plan = planned.plan

@@ -238,6 +238,9 @@ def run_family(family: Family, *, skip: tuple[str, ...] = ()) -> Row:
                 if row.random:
                     default = bench.trained(compiled=True, fallback_random=True)
                 row.error_eager_of_default = worst(default, eager, rounding=ROUNDING)[0]
+                error, where = worst(trained, default, rounding=ROUNDING)
+                if error > row.error_default:
+                    row.error_default, row.where_default = error, where
     if "torch" not in skip:
         with laps(row, "torch"):
             ratio = bench.nearest_ratio(row.budget_bytes)
