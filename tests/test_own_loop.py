@@ -292,6 +292,27 @@ def test_gradients_that_live_on_are_planned_for_at_the_second_call() -> None:
     assert peaks[1] - peaks[0] <= gradients
 
 
+def test_what_a_module_holds_from_the_step_before_is_measured_too() -> None:
+    model, optimizer, x = setup()
+    model.weights = [layer.weight for layer in model.layers]  # no memory of its own
+
+    def step() -> None:
+        optimizer.zero_grad()
+        out = model(x)
+        out.square().mean().backward()
+        optimizer.step()
+        model.kept = {"last": out.detach()}
+
+    with dtr_integrations.auto_checkpoint(model, optimizer=optimizer, budget="1GB") as session:
+        for _ in range(3):
+            session.step(step)
+    other, optimizer, _ = setup()
+    plain = dtr_integrations.plan(other, x, budget="1GB", optimizer=optimizer)
+    for report in session.reports:
+        assert report.prediction_error <= 0.01
+        assert report.peak_allocated_bytes > plain.predicted_allocated_bytes
+
+
 def test_scratch_inside_kernels_is_predicted() -> None:
     """oneDNN's scratch for an odd width, the float32 copy under a bfloat16 mean."""
     torch.manual_seed(0)

@@ -9,7 +9,9 @@ from typing import Any
 import torch
 from torch import nn
 
+from .._python_state import inside
 from ..measure import StepTrace, TracedPeak, static_bytes, tensors_in, trace_step
+from ..measure.storages import storages_of
 
 
 class StepPeaks:
@@ -39,8 +41,9 @@ class StepPeaks:
         """Begin tracing; hand the result to `close`, or call its `abandon()`."""
         self._static_at_open = static_bytes([self._model], self._optimizers)
         gradients = [p.grad for p in self._model.parameters() if p.grad is not None]
-        trace = trace_step(device=self._device, known=[*gradients, *tensors_in(batch)])
-        del gradients
+        known = [*gradients, *_held_in_attributes(self._model), *tensors_in(batch)]
+        trace = trace_step(device=self._device, known=known)
+        del gradients, known
         trace.open()
         return trace
 
@@ -55,3 +58,10 @@ class StepPeaks:
         """The step is over: (its highest peak, static bytes when that was traced); None if nothing was."""
         highest, self._highest = self._highest, None
         return highest
+
+
+def _held_in_attributes(model: nn.Module) -> list[torch.Tensor]:
+    """Tensors that modules hold besides parameters and buffers: an earlier output, a cache."""
+    own = {storage._cdata for storage in storages_of([*model.parameters(), *model.buffers()])}
+    tensors = [tensor for place in inside(model).values() for tensor in tensors_in(place.get())]
+    return [t for t in tensors if own.isdisjoint(storage._cdata for storage in storages_of([t]))]
