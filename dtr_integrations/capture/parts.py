@@ -50,7 +50,7 @@ def capture_parts(
             try:
                 parts = search.without(parts, error.reasons, whole=error.whole)
             except CaptureError as other:
-                raise CaptureError(f"torch.compile cannot take {error}; besides, {other}") from error
+                raise CaptureError(f"{other}; torch.compile cannot take {error}") from error
             continue
         skipped = [name for name in captured.without_graph if search.may_help(name)]
         if not skipped:
