@@ -20,6 +20,7 @@ from torch.utils.checkpoint import checkpoint
 
 import dtr_integrations
 from dtr_integrations.apply import dispatch
+from dtr_integrations.capture.called import called_modules, calls_inside
 from dtr_integrations.capture.source import ModuleStep
 from dtr_integrations.capture.step import capture
 from dtr_integrations.core.plan import Plan
@@ -300,6 +301,10 @@ def test_planning_changes_nothing_that_the_model_counts() -> None:
     model(x)  # not everything is zero
     before = _counted(model)
     dtr_integrations.plan(model, x, budget=AMPLE, optimizer=optimizer, progress=False)
+    assert _counted(model) == before
+    source = ModuleStep(model=model, args=(x,), optimizer=optimizer)
+    assert called_modules(source) == ("",)
+    assert calls_inside(source)[""]
     assert _counted(model) == before
     assert all(type(item) is torch.Tensor for item in LISTED)
 
