@@ -189,36 +189,47 @@ def _is_users_object(value: Any) -> bool:
     return hasattr(value, "__dict__") and not isinstance(value, skipped) and _is_users(type(value).__module__)
 
 
+class Snapshot:
+    """What places hold, to be put back: names hold the same objects then, and containers, generators, arrays,
+    tensors and the user's objects the same contents. `data`: keep copies of tensors and arrays too."""
+
+    def __init__(self, places: dict[str, Place], *, data: bool = True) -> None:
+        classes = {id(p.owner): p.owner for p in places.values() if isinstance(p.owner, type)}
+        self._classes = [(kind, set(vars(kind))) for kind in classes.values()]
+        self._held = [(place, place.get(_ABSENT)) for place in places.values()]
+        self._contents = _Contents(data=data)
+        for _, value in self._held:
+            self._contents.keep(value)
+
+    def restore(self) -> None:
+        """Put everything back."""
+        for place, value in self._held:
+            now = place.get(_ABSENT)
+            if value is _ABSENT and now is not _ABSENT:
+                place.clear()
+            elif now is not value:
+                place.set(value)
+        for kind, names in self._classes:
+            for name in [n for n in vars(kind) if n not in names and not n.startswith("__")]:
+                delattr(kind, name)
+        self._contents.restore()
+
+
 @contextlib.contextmanager
 def preserved(model: nn.Module, *functions: Any) -> Iterator[None]:
-    """Python state outside of the model (see `outside`) is after the block what it was before: names hold the
-    same objects, and containers, generators, arrays, tensors and the user's objects the same contents."""
-    places = outside(model, *functions)
-    owners = {id(place.owner): place.owner for place in places.values() if isinstance(place.owner, type)}
-    names = {key: set(vars(owner)) for key, owner in owners.items()}
-    held = [(place, place.get(_ABSENT)) for place in places.values()]
-    kept = _Contents()
-    for _, value in held:
-        kept.keep(value)
+    """Python state outside of the model (see `outside`) is after the block what it was before."""
+    before = Snapshot(outside(model, *functions))
     try:
         yield
     finally:
-        for place, value in held:
-            if value is _ABSENT:
-                if place.get(_ABSENT) is not _ABSENT:
-                    place.clear()
-            elif place.get(_ABSENT) is not value:
-                place.set(value)
-        for key, owner in owners.items():
-            for name in [n for n in vars(owner) if n not in names[key] and not n.startswith("__")]:
-                delattr(owner, name)
-        kept.restore()
+        before.restore()
 
 
 class _Contents:
     """What mutable objects hold, all the way down."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, data: bool) -> None:
+        self._data = data
         self._undo: list[Callable[[], None]] = []
         self._seen: dict[int, Any] = {}  # the objects too: an id is theirs only while they live
         self._todo: list[Any] = []
@@ -239,10 +250,12 @@ class _Contents:
             self._parts(value)
         elif isinstance(value, torch.Tensor):
             self._seen[id(value)] = value
-            self._keep_tensor(value)
+            if self._data:
+                self._keep_tensor(value)
         elif numpy is not None and isinstance(value, numpy.ndarray):
             self._seen[id(value)] = value
-            self._keep_array(value)
+            if self._data:
+                self._keep_array(value)
         elif (state := generator_state(value)) is not None:
             self._undo.append(lambda: _set_generator_state(value, state))
         elif _is_users_object(value):

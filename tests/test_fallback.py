@@ -28,7 +28,7 @@ from failing_models import (
     reads_gradient,
     wrong_fake,
 )
-from gate import Trained, train, worst
+from gate import STEPS, Trained, train, worst
 from hard_models import ROWS, WIDTH, Tanh
 from torch import nn
 
@@ -153,14 +153,19 @@ def test_fallback_error_is_one_clear_error_before_step_1() -> None:
 
 
 class Counting(nn.Module):
-    """Statistics and random numbers before the part that fails: neither may be taken twice."""
+    """Statistics, random numbers and counters before the part that fails: none may be taken twice."""
+
+    total = 0
 
     def __init__(self) -> None:
         super().__init__()
         self.norm, self.first, self.middle = nn.BatchNorm1d(WIDTH), Tanh(), CallsOp(wrong_fake)
         self.last = Tanh()
+        self.calls = [0]
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.calls[0] += 1
+        Counting.total += 1
         x = self.first(self.norm(x + torch.randn(1)))
         torch._dynamo.graph_break()
         return self.last(self.middle(x))
@@ -170,6 +175,7 @@ def test_a_failure_in_the_first_real_call_loses_nothing_and_is_planned_around() 
     """The fake implementation of an op lies, which only the generated code's own check finds."""
     options = {"fallback_random": True}
     model, optimizer, loss_of = build(Counting)
+    Counting.total = 0
     with (
         warnings.catch_warnings(record=True) as caught,
         dtr_integrations.auto_checkpoint(
@@ -183,6 +189,7 @@ def test_a_failure_in_the_first_real_call_loses_nothing_and_is_planned_around() 
     assert any(re.search(r"failed in middle \(CallsOp\): ", s) for s in said)
     assert len(said) == 2
     assert session.planned.captured.called == ("first", "last")
+    assert (model.calls, Counting.total) == ([STEPS], STEPS)
     error, where = worst(trained, eager(Counting))
     assert error <= TOLERANCE, where
 

@@ -16,6 +16,7 @@ from torch.utils import _pytree as pytree
 
 from .._backend import DIFFERENTIATED_AGAIN, inductor_backend, when_used_again
 from .._compat import compile_call, is_compile_error, leave_out
+from .._python_state import Snapshot, inside, outside
 from .._randomness import random_state, set_random_state
 from .partitioner import PlanPartitioner
 
@@ -187,10 +188,12 @@ class _Before:
 
     def __init__(self, module: nn.Module) -> None:
         self._random = random_state()
+        self._python = Snapshot({**outside(module), **inside(module)}, data=False)
         self._buffers = [(buffer, buffer.detach().clone()) for buffer in module.buffers()]
 
     def restore(self) -> None:
         set_random_state(self._random)
+        self._python.restore()
         with torch.no_grad():
             for buffer, value in self._buffers:
                 if not torch.equal(buffer, value):
