@@ -9,6 +9,7 @@ the code can reach is read off the names in it; none of it is run.
 from __future__ import annotations
 
 import contextlib
+import dis
 import random
 import sys
 import types
@@ -29,6 +30,7 @@ _LIBRARIES = {
     *sys.stdlib_module_names,
     *("torch", "numpy", "lightning", "pytorch_lightning", __name__.partition(".")[0]),
 } - {"__main__"}
+_STORE_GLOBAL = dis.opmap["STORE_GLOBAL"]
 _CONTAINERS = (list, dict, set, deque)
 _MOST_ITEMS = 10_000  # of a container that is looked into
 _MOST_BYTES = 1 << 26  # of a tensor or array of which a copy is kept
@@ -107,8 +109,9 @@ def outside(model: nn.Module, *functions: Any) -> dict[str, Place]:
 class _Reach:
     def __init__(self) -> None:
         self.places: dict[str, Place] = {}
-        self._seen: set[int] = set()
-        self._todo: list[Callable[[], None]] = []  # classes and functions that were met
+        self._seen: set[int] = set()  # ids of classes and functions
+        self._read_names: set[tuple[int, str]] = set()  # ids of scopes, and names in them
+        self._todo: list[Callable[[], None]] = []  # classes, functions and modules that were met
 
     def finished(self) -> dict[str, Place]:
         while self._todo:
@@ -150,11 +153,16 @@ class _Reach:
     def _read(self, function: types.FunctionType) -> None:
         names = _names_in(function.__code__)
         self._names(function.__globals__, names, function.__module__)
+        for name in _new_globals(function.__code__) - function.__globals__.keys():
+            self.places[f"{function.__module__}.{name}"] = Place(function.__globals__, name)
         for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
             self._value(f"{function.__qualname__}:{name}", Place(cell, name), names)
 
     def _names(self, scope: dict[str, Any], names: set[str], module: str) -> None:
         for name in names & scope.keys():
+            if (id(scope), name) in self._read_names:
+                continue
+            self._read_names.add((id(scope), name))
             self._value(f"{module}.{name}", Place(scope, name), names)
 
     def _value(self, path: str, place: Place, names: set[str]) -> None:
@@ -162,8 +170,8 @@ class _Reach:
         if isinstance(value, type):
             self.kind(value)
         elif isinstance(value, types.ModuleType):
-            if _is_users(value.__name__) and id(value) not in self._seen:
-                self._names(vars(value), names, value.__name__)
+            if _is_users(value.__name__):
+                self._todo.append(lambda: self._names(vars(value), names, value.__name__))
         elif isinstance(value, (types.FunctionType, types.MethodType)):
             self.code(value)
         else:
@@ -177,6 +185,17 @@ def _names_in(code: types.CodeType) -> set[str]:
     for constant in code.co_consts:
         if isinstance(constant, types.CodeType):
             names |= _names_in(constant)
+    return names
+
+
+def _new_globals(code: types.CodeType) -> set[str]:
+    """Names to which the code assigns as globals."""
+    names: set[str] = set()
+    if _STORE_GLOBAL in code.co_code[::2]:
+        names |= {i.argval for i in dis.get_instructions(code) if i.opcode == _STORE_GLOBAL}
+    for constant in code.co_consts:
+        if isinstance(constant, types.CodeType):
+            names |= _new_globals(constant)
     return names
 
 

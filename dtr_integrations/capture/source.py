@@ -88,7 +88,8 @@ def _scalar(loss_fn: Callable[[Any], Any], output: Any, *, given: bool) -> torch
     except Exception as error:
         raise CaptureError(
             f"loss_fn fails on what the model returned ({_kind(output)}): {type(error).__name__}: {error}. "
-            "It gets the model's output and returns the loss, a scalar tensor."
+            "It gets the model's output and returns the loss, a scalar tensor; while planning, no tensor has "
+            "data."
         ) from error
     if not isinstance(loss, torch.Tensor) or loss.numel() != 1 or not loss.is_floating_point():
         raise CaptureError(

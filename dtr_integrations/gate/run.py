@@ -278,7 +278,8 @@ class _Reached:
     def _values(self) -> Iterator[tuple[str, Place, Any]]:
         self.inside = inside(self.model)
         for name, place in {**outside(self.model, *self.functions), **self.inside}.items():
-            yield name, place, place.get()
+            if (value := place.get(_ABSENT)) is not _ABSENT:
+                yield name, place, value
 
     def plain(self) -> dict[str, Any]:
         """Numbers, texts and containers of them, by name; copies."""
