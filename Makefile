@@ -5,8 +5,8 @@ PY     := $(VENV)/bin/python
 STAMP  := $(VENV)/.ready
 CXX    ?= g++
 # pytest's own options. Planning and compiling run on one core, so two files are tested at a time; files stay whole, since
-# their tests share captured and compiled graphs.
-PYTEST_ARGS ?= -n 2 --dist loadfile
+# their tests share captured and compiled graphs, in the order of tests/conftest.py: the longest first.
+PYTEST_ARGS ?= -n 2 --dist loadfile --no-loadscope-reorder
 
 # The first interpreter that runs and is new enough; 3.11 first, since constraints.txt was taken on it.
 # An interpreter named on the command line (`make PYTHON=...`) is used as it is, and checked.
