@@ -92,8 +92,9 @@ def _scalar(loss_fn: Callable[[Any], Any], output: Any, *, given: bool) -> torch
             "data."
         ) from error
     if not isinstance(loss, torch.Tensor) or loss.numel() != 1 or not loss.is_floating_point():
+        who = "loss_fn returned" if given else "the loss in the model's output is"
         raise CaptureError(
-            f"loss_fn returned {_kind(loss)}, and a backward begins from a scalar floating tensor: "
+            f"{who} {_kind(loss)}, and a backward begins from a scalar floating tensor: "
             "reduce it, e.g. by .mean()"
         )
     if not loss.requires_grad:

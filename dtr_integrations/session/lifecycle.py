@@ -192,7 +192,8 @@ class BudgetSession:
             planned = self._planned_for(
                 source,
                 options=self.config.compile_options,
-                best_effort=self.config.on_infeasible == "best_effort",
+                # The plan in force knows nothing of a larger batch: the lowest one is nearer to the budget.
+                best_effort=self.config.on_infeasible == "best_effort" or self._grown,
                 given=read_plan(self.config.plan),
             )
         except (CaptureError, CertifyError) as error:
@@ -207,13 +208,10 @@ class BudgetSession:
                 raise
             # A run that has begun is not ended by what was learnt in it: the plan in force stays.
             self._replans = _MAX_REPLANS
-            if not self._grown:
-                warnings.warn(
-                    f"no better plan was found, the one in force stays: {error}", PlanWarning, stacklevel=3
-                )
-                return
-            # That one knows nothing of the larger batch: the lowest plan is nearer to the budget.
-            planned = self._planned_for(source, options=self.config.compile_options, best_effort=True)
+            warnings.warn(
+                f"no better plan was found, the one in force stays: {error}", PlanWarning, stacklevel=3
+            )
+            return
         except DTRError:
             self._settled = False
             raise

@@ -32,6 +32,17 @@ class Family:
     small: Callable[[], nn.Module] | None = None
 
 
+def fewer_layers(kind: Callable[[Any], nn.Module], config: Callable[[], Any]) -> Callable[[], nn.Module]:
+    """What builds the model with two layers in each stack that `num_hidden_layers` counts."""
+
+    def small() -> nn.Module:
+        fewer = config()
+        fewer.num_hidden_layers = 2
+        return kind(fewer)
+
+    return small
+
+
 _families: dict[str, Family] = {}
 
 

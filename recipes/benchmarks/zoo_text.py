@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 import transformers as hf
-from zoo_families import Family, register
+from zoo_families import Family, fewer_layers, register
 
 VOCABULARY = 512
 
@@ -60,12 +60,11 @@ def _translated(batch: int, length: int) -> Callable[[], dict[str, Any]]:
 
 
 def _add(name: str, kind: Any, config: Callable[[], Any], batch: Any, note: str = "") -> None:
-    def small() -> Any:
-        fewer = config()
-        fewer.num_hidden_layers = 2
-        return kind(fewer)
-
-    register(Family(name=name, make=lambda: kind(config()), batch=batch, note=note, small=small))
+    register(
+        Family(
+            name=name, make=lambda: kind(config()), batch=batch, note=note, small=fewer_layers(kind, config)
+        )
+    )
 
 
 _DECODER: dict[str, Any] = {

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 import transformers as hf
-from zoo_families import Family, register
+from zoo_families import Family, fewer_layers, register
 
 CLASSES = 10
 VOCABULARY = 512
@@ -86,11 +86,6 @@ def _transcribed(batch: int, samples: int, length: int) -> Callable[[], dict[str
 
 
 def _add(name: str, kind: Any, config: Callable[[], Any], batch: Any, note: str = "") -> None:
-    def small() -> Any:
-        fewer = config()
-        fewer.num_hidden_layers = 2
-        return kind(fewer)
-
     one_stack = "num_hidden_layers" in config().to_dict()
     register(
         Family(
@@ -98,7 +93,7 @@ def _add(name: str, kind: Any, config: Callable[[], Any], batch: Any, note: str 
             make=lambda: kind(config()),
             batch=batch,
             note=note,
-            small=small if one_stack else None,
+            small=fewer_layers(kind, config) if one_stack else None,
         )
     )
 
