@@ -208,9 +208,7 @@ class Draft:
 
     def _made(self, values: Iterable[int]) -> frozenset[int]:
         """The storages of these values that the graph itself makes."""
-        given = set(self.input_storages) | {
-            self.ops[i].value for i in range(len(self.ops)) if self.ops[i].phase is Phase.INPUT
-        }
+        given = {op.value for op in self.ops if op.phase is Phase.INPUT}
         return frozenset(self.ops[i].value for i in values if i >= 0) - given - {-1}
 
     def _indices(self, names: frozenset[str]) -> frozenset[int]:
