@@ -12,6 +12,7 @@ from __future__ import annotations
 import contextlib
 import importlib
 import inspect
+import logging
 import operator
 import warnings
 from collections import Counter
@@ -272,6 +273,18 @@ def top_saved_tensors_hooks() -> Any:
 def is_compile_error(error: BaseException) -> bool:
     """Whether torch's compiler raised it (and not the program that was compiled)."""
     return type(error).__module__.startswith(("torch._dynamo", "torch._inductor", "torch._functorch"))
+
+
+@contextlib.contextmanager
+def unlogged() -> Iterator[None]:
+    """Without torch's log of each op that fails on fake tensors, with its stack, before it raises the same
+    error."""
+    logger = logging.getLogger("torch._subclasses.fake_tensor")
+    before, logger.disabled = logger.disabled, True
+    try:
+        yield
+    finally:
+        logger.disabled = before
 
 
 def keeps_graph() -> bool:

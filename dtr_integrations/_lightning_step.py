@@ -66,7 +66,11 @@ class LightningStep:
         module.trainer = trainer
         run = _automatic if self.module.automatic_optimization else _manual
         return FakeStep(
-            model=module, targets=self.targets, run=run(trainer, batch), optimizers=optimizers, batch=batch
+            model=module,
+            targets=self.targets,
+            run=run(trainer, batch),
+            optimizers=optimizers,
+            batch=lambda: batch,
         )
 
     def called(self) -> tuple[str, ...]:

@@ -15,7 +15,7 @@ from torch import nn
 from torch.utils import _pytree as pytree
 
 from .._backend import DIFFERENTIATED_AGAIN, inductor_backend, when_used_again
-from .._compat import compile_call, is_compile_error, leave_out
+from .._compat import compile_call, is_compile_error, leave_out, unlogged
 from .._python_state import Snapshot, inside, outside
 from .._randomness import random_state, set_random_state
 from .partitioner import PlanPartitioner
@@ -136,7 +136,8 @@ class _PlannedCall:
         assert self.compiled is not None
         before = _Before(self.module)
         try:
-            out = self.compiled(*args, **kwargs)
+            with unlogged():
+                out = self.compiled(*args, **kwargs)
         except Exception as error:
             before.restore()
             out = self.eager(*args, **kwargs)  # if this raises too, the error is the model's own

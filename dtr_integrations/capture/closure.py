@@ -19,12 +19,11 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils import _pytree as pytree
 from torch.utils.data import DataLoader, Dataset
 from torch.utils.data.dataloader import _BaseDataLoaderIter
 
 from ..errors import CaptureError
-from .source import FakeStep, zero_gradients
+from .source import FakeStep, batch_tensors, zero_gradients
 from .world import World
 
 _CODE_TYPES = (type, types.ModuleType, types.BuiltinFunctionType)
@@ -138,7 +137,7 @@ def tensors_of(fn: Callable[..., Any]) -> list[torch.Tensor]:
     rebuild = _Rebuild(_Uncopied())
     with contextlib.suppress(CaptureError):  # building the step will say it
         rebuild.callable(fn)
-    return [leaf for real, _ in rebuild.data for leaf in pytree.tree_leaves(real) if _is_tensor(leaf)]
+    return [leaf for real, _ in rebuild.data for leaf in batch_tensors(real)]
 
 
 class _Uncopied(World):
@@ -149,10 +148,6 @@ class _Uncopied(World):
 
     def optimizer(self, optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
         return optimizer
-
-
-def _is_tensor(leaf: Any) -> bool:
-    return isinstance(leaf, torch.Tensor) and not isinstance(leaf, nn.Parameter)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -173,9 +168,10 @@ class FunctionStep:
         for real, twin in zip(self.optimizers, optimizers, strict=True):
             rebuild.done[id(real)] = twin
         run = rebuild.callable(self.fn)
-        batch = [leaf for _, twin in rebuild.data for leaf in pytree.tree_leaves(twin) if _is_tensor(leaf)]
 
         def step() -> None:
             run()
 
-        return FakeStep(model=model, targets=self.targets, run=step, optimizers=optimizers, batch=batch)
+        return FakeStep(
+            model=model, targets=self.targets, run=step, optimizers=optimizers, batch=lambda: tensors_of(run)
+        )

@@ -25,15 +25,15 @@ class FakeStep:
     """One training step on twins of the real objects.
 
     `targets` are the submodules (names in `model`; "" is the model itself) to compile. `run()` performs one
-    whole optimizer step; afterwards gradients are as the framework leaves them between steps. `batch` is what
-    lives through the step besides the model.
+    whole optimizer step; afterwards gradients are as the framework leaves them between steps. `batch()`
+    is the pytree of what the step refers to besides the model, as it stands: a step may put outputs there.
     """
 
     model: nn.Module
     targets: Sequence[str]
     run: Callable[[], None]
     optimizers: Sequence[torch.optim.Optimizer] = ()
-    batch: Any = field(default=())
+    batch: Callable[[], Any] = tuple
 
 
 class StepSource(Protocol):
@@ -48,6 +48,12 @@ class StepSource(Protocol):
 def functions_of(source: StepSource) -> list[Callable[..., Any]]:
     """The functions of the user's, besides the model's own code, that a step is made of."""
     return [value for value in vars(source).values() if callable(value) and not isinstance(value, nn.Module)]
+
+
+def batch_tensors(batch: Any) -> list[torch.Tensor]:
+    """The tensors in a batch (a pytree) that are no parameters."""
+    leaves = pytree.tree_leaves(batch)
+    return [leaf for leaf in leaves if isinstance(leaf, torch.Tensor) and not isinstance(leaf, nn.Parameter)]
 
 
 def split_inputs(example_inputs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
@@ -173,5 +179,5 @@ class ModuleStep:
             targets=self.targets,
             run=run,
             optimizers=() if optimizer is None else (optimizer,),
-            batch=batch,
+            batch=lambda: batch,
         )

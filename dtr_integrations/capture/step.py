@@ -29,6 +29,7 @@ from .._compat import (
     inductor_config,
     leave_out,
     partitioners,
+    unlogged,
 )
 from .._python_state import preserved
 from ..core.graph import Region, RegionKind, StaticMemory, StepGraph
@@ -40,7 +41,7 @@ from .fake import FakeWorld, StorageCounter, wind_to_medians
 from .joint import Draft, describe, fingerprint, saved_indices
 from .regions import RegionWatcher
 from .scratch import Scratch
-from .source import FakeStep, StepSource, functions_of
+from .source import FakeStep, StepSource, batch_tensors, functions_of
 
 # Other strictnesses of torch's min-cut, as starts for the search. Keys of torch._functorch.config.
 _STRICTNESS = {
@@ -167,6 +168,7 @@ def dry_step(
         stack.callback(observed.release)
         stack.callback(world.release)
         step = _built(source, world)
+        world.release()  # a twin lives as long as the step holds it
         parts = parts or Parts(targets=tuple(step.targets))
         stack.enter_context(preserved(step.model, *functions_of(source)))
         _label_static(world.counter, step)
@@ -281,8 +283,9 @@ class _Targets:
             try:
                 out = compiled(*args, **kwargs)
             except Exception as error:
+                out = eager(*args, **kwargs)  # if this raises too, the error is the model's own
                 self.failed[name] = reason(error)
-                return eager(*args, **kwargs)
+                return out
             when_used_again(out, differentiated=lambda: self._differentiates(name))
             return out
 
@@ -322,7 +325,7 @@ def _no_caches() -> Iterator[None]:
 def _quiet() -> Iterator[None]:
     """Warnings of a dry run come again with the real compile, or are about fake tensors (their `.grad` being
     looked at)."""
-    with warnings.catch_warnings():
+    with warnings.catch_warnings(), unlogged():
         warnings.simplefilter("ignore")
         yield
 
@@ -337,9 +340,8 @@ def _label_static(counter: StorageCounter, step: FakeStep) -> None:
             for leaf in pytree.tree_leaves(state):
                 if isinstance(leaf, torch.Tensor):
                     counter.label(leaf, "optimizer")
-    for leaf in pytree.tree_leaves(step.batch):
-        if isinstance(leaf, torch.Tensor):
-            counter.label(leaf, "batch")
+    for tensor in batch_tensors(step.batch()):
+        counter.label(tensor, "batch")
     _label_gradients(counter, step)
 
 

@@ -21,7 +21,7 @@ from .._python_state import Place, generator_state, inside, outside, preserved
 from .._randomness import preserved_randomness, random_state
 from ..apply.dispatch import InPlace
 from ..apply.partitioner import PlanPartitioner
-from ..capture.source import FakeStep, StepSource, functions_of
+from ..capture.source import FakeStep, StepSource, batch_tensors, functions_of
 from ..capture.step import Parts
 from ..capture.world import RealWorld
 
@@ -239,7 +239,7 @@ def _names(step: FakeStep) -> list[tuple[torch.Tensor, str]]:
     for i, optimizer in enumerate(step.optimizers):
         parameters = [p for group in optimizer.param_groups for p in group["params"]]
         named += [(p, f"parameter {j} of optimizer {i}") for j, p in enumerate(parameters)]
-    leaves = [leaf for leaf in pytree.tree_leaves(step.batch) if isinstance(leaf, torch.Tensor)]
+    leaves = [leaf for leaf in batch_tensors(step.batch()) if leaf.is_leaf]
     named += [(leaf, f"input {i}") for i, leaf in enumerate(leaves) if leaf.requires_grad]
     return list({id(tensor): (tensor, name) for tensor, name in reversed(named)}.values())[::-1]
 

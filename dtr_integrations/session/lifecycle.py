@@ -61,6 +61,7 @@ from .peaks import StepPeaks
 log = logging.getLogger("dtr_integrations")
 _MAX_REPLANS = 2
 _MAX_GROWTHS = 4
+_MAX_RETRIES = 2
 
 
 class BudgetSession:
@@ -110,6 +111,8 @@ class BudgetSession:
         self._growths = 0  # how often a batch was larger
         self._grown = False  # the plan in force is for smaller batches
         self._unproven = False  # given up on because the dry run failed; the step may be at fault itself
+        self._planned_shapes: list[Any] = []  # of the batch that was planned for last, or tried
+        self._retries = 0
         self._verified = False
         self._measured_before_plan = 0
         self._peaks = StepPeaks(model, self.optimizers, self.device)
@@ -153,17 +156,23 @@ class BudgetSession:
         return not self._settled
 
     def plans_for(self, batch: Any) -> bool:
-        """Whether `prepare` has to be called before a step with this batch: there is no plan yet, or the
-        batch is larger than any that was planned for (a bounded number of times; then graphs are planned on
-        the spot)."""
-        size_bytes = live_bytes(tensors_in(batch))
+        """Whether `prepare` has to be called before a step with this batch: there is no plan yet, the batch
+        is larger than any that was planned for, or it has other shapes than one that could not be planned (a
+        bounded number of times; then graphs are planned on the spot, or not)."""
+        tensors = list(tensors_in(batch))
+        size_bytes = live_bytes(tensors)
         grown = self.plan is not None and self.config.plan is None and size_bytes > self._batch_bytes
         if grown and self._growths < _MAX_GROWTHS:
             self._growths += 1
             log.warning("a batch of %s is larger than planned for: planning again", format_bytes(size_bytes))
             self._settled, self._grown = False, True
+        shapes = [(tensor.shape, tensor.dtype) for tensor in tensors]
+        if self._unproven and shapes != self._planned_shapes and self._retries < _MAX_RETRIES:
+            self._retries += 1
+            self._settled = False
         if self.needs_plan:
             self._batch_bytes = max(self._batch_bytes, size_bytes)
+            self._planned_shapes = shapes
         return self.needs_plan
 
     def install(
@@ -187,7 +196,7 @@ class BudgetSession:
         """
         if self._closed:
             raise ConfigError("this session is closed; make a new one to train under a budget again")
-        self._settled = True
+        self._settled, self._unproven = True, False
         try:
             planned = self._planned_for(
                 source,
@@ -348,7 +357,9 @@ class BudgetSession:
                     fn=fn, model=self.model, optimizers=tuple(self.optimizers), targets=self._targets()
                 )
             )
-        with self.tracing(batch) if self.should_measure() else contextlib.nullcontext():
+        tracing = self.tracing(batch) if self.should_measure() else contextlib.nullcontext()
+        del batch  # the step may let go of what is in it
+        with tracing:
             try:
                 result = fn()
             except Exception:
@@ -417,6 +428,7 @@ class BudgetSession:
 
     def _adopt(self, planned: Planned) -> None:
         self.planned, self._grown = planned, False
+        self._batch_bytes = max(self._batch_bytes, planned.captured.step.static.batch_bytes)
         self._decisions.adopt(planned)
         self._measure_soon()
         plan = planned.plan

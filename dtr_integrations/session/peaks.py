@@ -28,8 +28,9 @@ class StepPeaks:
 
     @contextlib.contextmanager
     def tracing(self, batch: Any = ()) -> Iterator[None]:
-        """Trace the block."""
+        """Trace the block, which may let go of the batch."""
         trace = self.open(batch)
+        del batch
         try:
             yield
         except BaseException:
