@@ -14,7 +14,7 @@ import copy
 import io
 import types
 from collections.abc import Callable, Generator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -150,6 +150,22 @@ class _Uncopied(World):
         return optimizer
 
 
+@dataclass(kw_only=True)
+class BetweenSteps:
+    """What a loop does with gradients between two steps. `zeroed`: it drops them there, since the step itself
+    does not; None: not known yet, found out by the first dry run."""
+
+    zeroed: bool | None = None
+
+
+@dataclass(kw_only=True)
+class BetweenSteps:
+    """What a loop does with gradients between two steps. `zeroed`: it drops them there, as the step itself
+    does not; None: not known yet, the first dry run finds it out."""
+
+    zeroed: bool | None = None
+
+
 @dataclass(frozen=True, kw_only=True)
 class FunctionStep:
     """A `StepSource` for `session.step(fn)`: `fn()` performs one whole step over `model` and `optimizers`."""
@@ -158,6 +174,7 @@ class FunctionStep:
     model: nn.Module
     optimizers: tuple[torch.optim.Optimizer, ...] = ()
     targets: tuple[str, ...] = ("",)
+    between: BetweenSteps = field(default_factory=BetweenSteps)
 
     def build(self, world: World) -> FakeStep:
         """See `StepSource.build`."""
@@ -168,10 +185,29 @@ class FunctionStep:
         for real, twin in zip(self.optimizers, optimizers, strict=True):
             rebuild.done[id(real)] = twin
         run = rebuild.callable(self.fn)
+        seen: list[dict[nn.Parameter, torch.Tensor]] = []
 
         def step() -> None:
             run()
 
+        def between() -> bool:
+            gradients = {p: p.grad for p in model.parameters() if p.grad is not None}
+            if self.between.zeroed is None and not seen:
+                seen.append(gradients)
+                return bool(gradients)
+            if self.between.zeroed is None:
+                (before,) = seen
+                self.between.zeroed = all(before.get(p) is gradient for p, gradient in gradients.items())
+            seen.clear()
+            if self.between.zeroed:
+                zero_gradients(model.parameters())
+            return False
+
         return FakeStep(
-            model=model, targets=self.targets, run=step, optimizers=optimizers, batch=lambda: tensors_of(run)
+            model=model,
+            targets=self.targets,
+            run=step,
+            between=between,
+            optimizers=optimizers,
+            batch=lambda: tensors_of(run),
         )

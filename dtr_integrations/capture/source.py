@@ -27,6 +27,7 @@ class FakeStep:
     `targets` are the submodules (names in `model`; "" is the model itself) to compile. `run()` performs one
     whole optimizer step; afterwards gradients are as the framework leaves them between steps. `batch()`
     is the pytree of what the step refers to besides the model, as it stands: a step may put outputs there.
+    `between()` does what the loop does between two steps; true if that takes another run to find out.
     """
 
     model: nn.Module
@@ -34,6 +35,7 @@ class FakeStep:
     run: Callable[[], None]
     optimizers: Sequence[torch.optim.Optimizer] = ()
     batch: Callable[[], Any] = tuple
+    between: Callable[[], bool] = bool
 
 
 class StepSource(Protocol):

@@ -179,6 +179,8 @@ def dry_step(
         stack.enter_context(world.active())
         for _ in range(warm_up_steps):
             _run(step, targets)
+            while step.between():
+                _run(step, targets)
         _label_static(world.counter, step)
         world.counter.forget_numbers()
         gc.collect()  # cycles that the warm-up left (autograd graphs in frames) would count as live

@@ -23,7 +23,7 @@ from .._randomness import preserved_randomness
 from ..apply import registry
 from ..apply.dispatch import InPlace
 from ..apply.partitioner import PlanPartitioner, planned_options
-from ..capture.closure import FunctionStep, tensors_of
+from ..capture.closure import BetweenSteps, FunctionStep, tensors_of
 from ..capture.source import StepSource
 from ..capture.step import Captured, Parts, reason
 from ..config import DTRConfig
@@ -45,6 +45,7 @@ from ..gate import VerifyReport, check
 from ..measure import PeakLog, StepTrace, TracedPeak, device_total_bytes, is_measured, live_bytes, tensors_in
 from ..pipeline import Planned, Progress, make_plan, planned_partitioner, silent
 from ..units import format_bytes
+from .batches import Batches
 from .decisions import Decisions
 from .notices import (
     WHAT_TO_DO,
@@ -60,8 +61,6 @@ from .peaks import StepPeaks
 
 log = logging.getLogger("dtr_integrations")
 _MAX_REPLANS = 2
-_MAX_GROWTHS = 4
-_MAX_RETRIES = 2
 
 
 class BudgetSession:
@@ -107,12 +106,10 @@ class BudgetSession:
         self._closed = False
         self._parts: Parts | None = None  # what torch.compile can take, if that is not every target
         self._failed: dict[str, str] = {}  # targets that failed when they ran for real, since the last plan
-        self._batch_bytes = 0  # of the largest batch that was planned for
-        self._growths = 0  # how often a batch was larger
+        self._batches = Batches()
+        self._gradients = BetweenSteps()
         self._grown = False  # the plan in force is for smaller batches
         self._unproven = False  # given up on because the dry run failed; the step may be at fault itself
-        self._planned_shapes: list[Any] = []  # of the batch that was planned for last, or tried
-        self._retries = 0
         self._verified = False
         self._measured_before_plan = 0
         self._peaks = StepPeaks(model, self.optimizers, self.device)
@@ -160,19 +157,16 @@ class BudgetSession:
         is larger than any that was planned for, or it has other shapes than one that could not be planned (a
         bounded number of times; then graphs are planned on the spot, or not)."""
         tensors = list(tensors_in(batch))
-        size_bytes = live_bytes(tensors)
-        grown = self.plan is not None and self.config.plan is None and size_bytes > self._batch_bytes
-        if grown and self._growths < _MAX_GROWTHS:
-            self._growths += 1
-            log.warning("a batch of %s is larger than planned for: planning again", format_bytes(size_bytes))
-            self._settled, self._grown = False, True
-        shapes = [(tensor.shape, tensor.dtype) for tensor in tensors]
-        if self._unproven and shapes != self._planned_shapes and self._retries < _MAX_RETRIES:
-            self._retries += 1
+        if self.plan is not None and self.config.plan is None:
+            left_bytes = self.plan.budget_bytes - self.plan.required_bytes
+            if self._batches.outgrown_by(tensors, left_bytes=left_bytes):
+                size = format_bytes(live_bytes(tensors))
+                log.warning("the step comes with %s, more than was planned for: planning again", size)
+                self._settled, self._grown = False, True
+        if self._unproven and self._batches.differ_from(tensors):
             self._settled = False
         if self.needs_plan:
-            self._batch_bytes = max(self._batch_bytes, size_bytes)
-            self._planned_shapes = shapes
+            self._batches.plan_for(tensors)
         return self.needs_plan
 
     def install(
@@ -351,10 +345,17 @@ class BudgetSession:
         if self._closed:
             raise ConfigError("this session is closed; make a new one to train under a budget again")
         batch = tensors_of(fn)
+        if self._gradients.zeroed is True and any(p.grad is not None for p in self.model.parameters()):
+            log.warning("old gradients are there when the step begins: planning again with them")
+            self._gradients.zeroed, self._settled = False, False
         if self.plans_for(batch):
             self.prepare(
                 FunctionStep(
-                    fn=fn, model=self.model, optimizers=tuple(self.optimizers), targets=self._targets()
+                    fn=fn,
+                    model=self.model,
+                    optimizers=tuple(self.optimizers),
+                    targets=self._targets(),
+                    between=self._gradients,
                 )
             )
         tracing = self.tracing(batch) if self.should_measure() else contextlib.nullcontext()
@@ -428,7 +429,7 @@ class BudgetSession:
 
     def _adopt(self, planned: Planned) -> None:
         self.planned, self._grown = planned, False
-        self._batch_bytes = max(self._batch_bytes, planned.captured.step.static.batch_bytes)
+        self._batches.planned_bytes = planned.captured.step.static.batch_bytes
         self._decisions.adopt(planned)
         self._measure_soon()
         plan = planned.plan
