@@ -10,8 +10,11 @@ from __future__ import annotations
 
 import contextlib
 import dis
+import functools
+import os
 import random
 import sys
+import sysconfig
 import types
 from collections import deque
 from collections.abc import Callable, Iterator
@@ -30,48 +33,53 @@ _LIBRARIES = {
     *sys.stdlib_module_names,
     *("torch", "numpy", "lightning", "pytorch_lightning", __name__.partition(".")[0]),
 } - {"__main__"}
+_PACKAGES = tuple({sysconfig.get_path(name) + os.sep for name in ("purelib", "platlib")})
 _STORE_GLOBAL = dis.opmap["STORE_GLOBAL"]
+_PLAIN = (type(None), str, bytes, int, float, complex, types.ModuleType)
 _CONTAINERS = (list, dict, set, deque)
 _MOST_ITEMS = 10_000  # of a container that is looked into
 _MOST_BYTES = 1 << 26  # of a tensor or array of which a copy is kept
 _ABSENT: Any = object()
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Place:
-    """A name that holds a value: in a dict (a module's globals, an object's attributes), a class or a
-    closure."""
+    """A name that holds a value: in a dict (a module's globals, an object's attributes), or an attribute of a
+    class, a closure's cell or a function."""
 
     owner: Any
     key: str
 
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Place) and self.owner is other.owner and self.key == other.key
+
+    def __hash__(self) -> int:
+        return hash((id(self.owner), self.key))
+
     def get(self, default: Any = None) -> Any:
         """What it holds now; `default` if there is nothing."""
-        if isinstance(self.owner, types.CellType):
-            try:
-                return self.owner.cell_contents
-            except ValueError:
-                return default
-        names = vars(self.owner) if isinstance(self.owner, type) else self.owner
-        return names.get(self.key, default)
+        if isinstance(self.owner, dict):
+            return self.owner.get(self.key, default)
+        if isinstance(self.owner, type):
+            return vars(self.owner).get(self.key, default)
+        try:
+            return getattr(self.owner, self.key)
+        except ValueError:  # a cell that is not filled yet
+            return default
 
     def set(self, value: Any) -> None:
         """Have it hold `value`."""
-        if isinstance(self.owner, types.CellType):
-            self.owner.cell_contents = value
-        elif isinstance(self.owner, type):
-            setattr(self.owner, self.key, value)
-        else:
+        if isinstance(self.owner, dict):
             self.owner[self.key] = value
+        else:
+            setattr(self.owner, self.key, value)
 
     def clear(self) -> None:
         """Have it hold nothing."""
-        if isinstance(self.owner, types.CellType):
-            del self.owner.cell_contents
-        elif isinstance(self.owner, type):
-            delattr(self.owner, self.key)
-        else:
+        if isinstance(self.owner, dict):
             del self.owner[self.key]
+        else:
+            delattr(self.owner, self.key)
 
 
 def inside(model: nn.Module) -> dict[str, Place]:
@@ -98,7 +106,7 @@ def inside(model: nn.Module) -> dict[str, Place]:
 def outside(model: nn.Module, *functions: Any) -> dict[str, Place]:
     """By name: the globals, class attributes and closures to which the code of the model's classes and of
     `functions` refers, and the code that it calls in turn; that of libraries is left out."""
-    reach = _Reach()
+    reach = _Reach(_is_users)
     for module in model.modules():
         reach.classes_of(module)
     for function in functions:
@@ -106,9 +114,36 @@ def outside(model: nn.Module, *functions: Any) -> dict[str, Place]:
     return reach.finished()
 
 
+@dataclass(frozen=True)
+class Referred:
+    """What a function and the code that it calls refer to. `places`: the globals, class attributes, closures
+    and defaults, by name. `tensors`: those in them, in containers and in objects of the user's classes,
+    without what `modules` and `optimizers` hold."""
+
+    places: dict[str, Place]
+    tensors: list[torch.Tensor]
+    modules: list[nn.Module]
+    optimizers: list[torch.optim.Optimizer]
+
+
+def referred_to(function: Any) -> Referred:
+    """What a function (or a method, partial or callable object) refers to. Code is found wherever it is held;
+    that of installed packages is left out."""
+    reach = _Referred(_is_here)
+    reach.holds(function)
+    places = reach.finished()
+
+    def met(kind: Any) -> list[Any]:
+        return [value for value in reach.values.values() if isinstance(value, kind)]
+
+    tensors = [tensor for tensor in met(torch.Tensor) if not isinstance(tensor, nn.Parameter)]
+    return Referred(places, tensors, met(nn.Module), met(torch.optim.Optimizer))
+
+
 class _Reach:
-    def __init__(self) -> None:
+    def __init__(self, is_own: Callable[[str | None], bool]) -> None:
         self.places: dict[str, Place] = {}
+        self._is_own = is_own  # whether the code of a module (by name) is looked into
         self._seen: set[int] = set()  # ids of classes and functions
         self._read_names: set[tuple[int, str]] = set()  # ids of scopes, and names in them
         self._todo: list[Callable[[], None]] = []  # classes, functions and modules that were met
@@ -124,7 +159,7 @@ class _Reach:
 
     def kind(self, kind: type) -> None:
         """A class: what it holds, and the code of its methods."""
-        if id(kind) in self._seen or not _is_users(kind.__module__):
+        if id(kind) in self._seen or not self._is_own(kind.__module__):
             return
         self._seen.add(id(kind))
         self._todo.append(lambda: self._attributes(kind))
@@ -145,7 +180,7 @@ class _Reach:
         function = getattr(function, "__func__", function)
         if not isinstance(function, types.FunctionType) or id(function) in self._seen:
             return
-        if not _is_users(function.__module__):
+        if not self._is_own(function.__module__):
             return
         self._seen.add(id(function))
         self._todo.append(lambda: self._read(function))
@@ -156,7 +191,7 @@ class _Reach:
         for name in _new_globals(function.__code__) - function.__globals__.keys():
             self.places[f"{function.__module__}.{name}"] = Place(function.__globals__, name)
         for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
-            self._value(f"{function.__qualname__}:{name}", Place(cell, name), names)
+            self._value(f"{function.__qualname__}:{name}", Place(cell, "cell_contents"), names)
 
     def _names(self, scope: dict[str, Any], names: set[str], module: str) -> None:
         for name in names & scope.keys():
@@ -170,7 +205,7 @@ class _Reach:
         if isinstance(value, type):
             self.kind(value)
         elif isinstance(value, types.ModuleType):
-            if _is_users(value.__name__):
+            if self._is_own(value.__name__):
                 self._todo.append(lambda: self._names(vars(value), names, value.__name__))
         elif isinstance(value, (types.FunctionType, types.MethodType)):
             self.code(value)
@@ -178,6 +213,54 @@ class _Reach:
             self.places[path] = place
             if _is_users_object(value):
                 self.classes_of(value)
+
+
+class _Referred(_Reach):
+    """Looks into what holds code, and at what calls leave to their defaults."""
+
+    def __init__(self, is_own: Callable[[str | None], bool]) -> None:
+        super().__init__(is_own)
+        self.values: dict[int, Any] = {}  # what was met besides code, by id
+
+    def holds(self, value: Any) -> None:
+        """A value that may be code, or hold some."""
+        if isinstance(value, type):
+            self.kind(value)
+        elif isinstance(value, (types.FunctionType, types.MethodType, staticmethod, classmethod, property)):
+            self.code(value)
+            self.holds(getattr(value, "__self__", None))
+        elif id(value) not in self.values and not isinstance(value, _PLAIN):
+            self.values[id(value)] = value
+            self._todo.append(lambda: self._parts(value))
+
+    def _parts(self, value: Any) -> None:
+        parts: Any = ()
+        if isinstance(value, functools.partial):
+            parts = (value.func, *value.args, *value.keywords.values())
+        elif isinstance(value, types.BuiltinMethodType):
+            parts = (value.__self__,)
+        elif isinstance(value, dict):
+            parts = dict.values(value)
+        elif isinstance(value, (list, tuple, set, frozenset, deque)):
+            parts = value
+        elif isinstance(value, nn.Module):
+            self.classes_of(value)
+        elif _has_own_state(value):
+            self.classes_of(value)
+            parts = vars(value).values()
+        if len(parts) <= _MOST_ITEMS:
+            for part in list(parts):
+                self.holds(part)
+
+    def _read(self, function: types.FunctionType) -> None:
+        super()._read(function)
+        for name in ("__defaults__", "__kwdefaults__"):
+            if getattr(function, name):
+                self._value(f"{function.__qualname__}.{name}", Place(function, name), set())
+
+    def _value(self, path: str, place: Place, names: set[str]) -> None:
+        super()._value(path, place, names)
+        self.holds(place.get())
 
 
 def _names_in(code: types.CodeType) -> set[str]:
@@ -203,9 +286,24 @@ def _is_users(module: str | None) -> bool:
     return (module or "builtins").partition(".")[0] not in _LIBRARIES
 
 
+def _is_here(module: str | None) -> bool:
+    """Whether a module is the user's and lies in no folder of installed packages."""
+    if not _is_users(module):
+        return False
+    file = getattr(sys.modules.get(module or ""), "__file__", None)
+    return file is None or not file.startswith(_PACKAGES)
+
+
 def _is_users_object(value: Any) -> bool:
     skipped = (type, nn.Module, torch.Tensor, torch.optim.Optimizer, torch.utils.data.Dataset)
     return hasattr(value, "__dict__") and not isinstance(value, skipped) and _is_users(type(value).__module__)
+
+
+def _has_own_state(value: Any) -> bool:
+    """An object in whose attributes a step may keep something: of the user's classes, or a scheduler or
+    gradient scaler of torch's."""
+    stateful = (torch.optim.lr_scheduler.LRScheduler, torch.amp.GradScaler)
+    return isinstance(value, stateful) or _is_users_object(value)
 
 
 class Snapshot:

@@ -1,16 +1,17 @@
 """A user's whole step, given as a function, in the fake world.
 
 `session.step(fn)` gets a function over real objects: the model, the optimizer, a batch, perhaps a scheduler,
-found in its closure, its defaults, its globals or as `self` of a bound method. `twin_function` rebuilds the
-function over fake twins of all of them, so that running it changes nothing real, not even a scheduler's
-counter. Functions that it calls and that refer to such objects are rebuilt too. What cannot be copied (an
-open file, a loader) is shared.
+found in closures, globals, defaults, class attributes or as `self` of a method, by this function or by any
+that it calls. Its twin is the function itself, run while all of those places hold twins (`Stage`): running it
+changes nothing real, not even a scheduler's counter. What cannot be copied (an open file, a loader) is
+shared.
 """
 
 from __future__ import annotations
 
 import contextlib
 import copy
+import functools
 import io
 import types
 from collections.abc import Callable, Generator
@@ -22,68 +23,52 @@ from torch import nn
 from torch.utils.data import DataLoader, Dataset
 from torch.utils.data.dataloader import _BaseDataLoaderIter
 
+from .._python_state import referred_to
 from ..errors import CaptureError
-from .source import FakeStep, batch_tensors, zero_gradients
+from .source import FakeStep, zero_gradients
 from .world import World
 
-_CODE_TYPES = (type, types.ModuleType, types.BuiltinFunctionType)
+_CODE_TYPES = (type, types.ModuleType, types.FunctionType)
+_PLAIN_TYPES = (str, bytes, int, float, complex)
 
 
-def twin_function(fn: Callable[..., Any], world: World) -> Callable[..., Any]:
-    """`fn` over twins of everything it refers to. `fn` and the objects are not changed."""
-    return _Rebuild(world).callable(fn)
+def twin_function(function: Callable[..., Any], world: World) -> Callable[..., Any]:
+    """`function`, run over twins of everything to which it refers. Nothing real is changed."""
+    twins = _Twins(world)
+    world.stage.add(function, twins.of)
+    target = twins.of(function)
+
+    @functools.wraps(function, updated=())
+    def twin(*args: Any, **kwargs: Any) -> Any:
+        with world.stage.entered():
+            return target(*args, **kwargs)
+
+    return twin
 
 
-class _Rebuild:
+def tensors_of(function: Callable[..., Any]) -> list[torch.Tensor]:
+    """The tensors to which `function` refers besides modules and optimizers: the batch that lives through its
+    step."""
+    return referred_to(function).tensors
+
+
+class _Twins:
+    """Twins of what functions refer to, each made once."""
+
     def __init__(self, world: World) -> None:
-        self.world = world
-        self.done: dict[int, Any] = {}
-        self.data: list[tuple[Any, Any]] = []  # (real, twin) of what is neither module, optimizer nor code
+        self._world = world
+        self._done: dict[int, tuple[Any, Any]] = {}  # (value, twin) by the value's id
 
-    def callable(self, fn: Callable[..., Any]) -> Callable[..., Any]:
-        if isinstance(fn, types.MethodType):
-            return types.MethodType(fn.__func__, self.value(fn.__self__))
-        if isinstance(fn, types.FunctionType):
-            return self.function(fn)
-        return self.value(fn)
-
-    def function(self, fn: types.FunctionType) -> types.FunctionType:
-        if id(fn) in self.done:
-            return self.done[id(fn)]
-        scope = dict(fn.__globals__)
-        cells = None if fn.__closure__ is None else tuple(types.CellType() for _ in fn.__closure__)
-        twin = types.FunctionType(fn.__code__, scope, fn.__name__, None, cells)
-        twin.__module__ = fn.__module__
-        self.done[id(fn)] = twin  # before its parts: functions may refer to one another
-        for cell, old in zip(twin.__closure__ or (), fn.__closure__ or (), strict=True):
-            try:
-                cell.cell_contents = self.value(old.cell_contents)
-            except ValueError:  # a cell that is not filled yet
-                continue
-        twin.__defaults__ = tuple(self.value(v) for v in fn.__defaults__) if fn.__defaults__ else None
-        twin.__kwdefaults__ = (
-            {k: self.value(v) for k, v in fn.__kwdefaults__.items()} if fn.__kwdefaults__ else None
-        )
-        for name in fn.__code__.co_names:
-            if name in fn.__globals__:
-                scope[name] = self.value(fn.__globals__[name])
-        return twin
-
-    def value(self, value: Any) -> Any:
+    def of(self, value: Any) -> Any:
         """A twin of what may hold tensors; code and plain data are themselves."""
-        if (
-            isinstance(value, _CODE_TYPES)
-            or value is None
-            or isinstance(value, (str, bytes, int, float, complex))
-        ):
+        if value is None or isinstance(value, (*_CODE_TYPES, *_PLAIN_TYPES)):
             return value
         if isinstance(value, torch.optim.Optimizer):
-            return self._once(value, self.world.optimizer)
-        if isinstance(value, types.FunctionType):
-            # Library functions hold no user state; rebuilding them would copy the library's globals.
-            return self.function(value) if _is_users(value) else value
+            return self._once(value, self._world.optimizer)
         if isinstance(value, types.MethodType):
-            return types.MethodType(value.__func__, self.value(value.__self__))
+            return types.MethodType(value.__func__, self.of(value.__self__))
+        if isinstance(value, types.BuiltinMethodType):  # a list's `append`
+            return getattr(self.of(value.__self__), value.__name__, value)
         if isinstance(value, io.IOBase):
             return io.StringIO() if isinstance(value, io.TextIOBase) else io.BytesIO()
         if isinstance(value, (_BaseDataLoaderIter, Generator)):
@@ -94,68 +79,33 @@ class _Rebuild:
         if isinstance(value, (DataLoader, Dataset)):
             return value
         try:
-            return self._once(value, self.world.copy)
+            return self._once(value, self._world.copy)
         except CaptureError:
-            return self._once(value, self._by_attribute)
+            return self._once(value, self._by_parts)
 
-    def _by_attribute(self, value: Any) -> Any:
-        """An object that cannot be copied whole (it holds a lock, a file): a shallow copy over twins of its
+    def _by_parts(self, value: Any) -> Any:
+        """What cannot be copied whole (there is a lock in it, a file): a shallow copy over twins of its
         parts."""
+        if type(value) in (list, tuple):
+            return type(value)(self.of(part) for part in value)
+        if type(value) is dict:
+            return {key: self.of(part) for key, part in value.items()}
         if not hasattr(value, "__dict__"):
             return value
         try:
             twin = copy.copy(value)
         except Exception:
             return value
-        self.done[id(value)] = twin
+        self._done[id(value)] = value, twin  # before its parts, which may refer to it
         for name, part in vars(value).items():
             with contextlib.suppress(AttributeError):
-                setattr(twin, name, self.value(part))
+                setattr(twin, name, self.of(part))
         return twin
 
     def _once(self, value: Any, make: Callable[[Any], Any]) -> Any:
-        if id(value) not in self.done:
-            self.done[id(value)] = twin = make(value)
-            if not isinstance(value, (nn.Module, torch.optim.Optimizer)):
-                self.data.append((value, twin))
-        return self.done[id(value)]
-
-
-def _is_users(fn: types.FunctionType) -> bool:
-    return (fn.__module__ or "").partition(".")[0] not in (
-        "torch",
-        "lightning",
-        "pytorch_lightning",
-        "builtins",
-        "numpy",
-    )
-
-
-def tensors_of(fn: Callable[..., Any]) -> list[torch.Tensor]:
-    """The real tensors that `fn` refers to besides modules and optimizers: the batch that lives through its
-    step."""
-    rebuild = _Rebuild(_Uncopied())
-    with contextlib.suppress(CaptureError):  # building the step will say it
-        rebuild.callable(fn)
-    return [leaf for real, _ in rebuild.data for leaf in batch_tensors(real)]
-
-
-class _Uncopied(World):
-    """A world in which everything is its own twin: to walk a function without copying what it refers to."""
-
-    def copy(self, thing: Any, *, shared: tuple[Any, ...] = ()) -> Any:
-        return thing
-
-    def optimizer(self, optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
-        return optimizer
-
-
-@dataclass(kw_only=True)
-class BetweenSteps:
-    """What a loop does with gradients between two steps. `zeroed`: it drops them there, since the step itself
-    does not; None: not known yet, found out by the first dry run."""
-
-    zeroed: bool | None = None
+        if id(value) not in self._done:
+            self._done[id(value)] = value, make(value)
+        return self._done[id(value)][1]
 
 
 @dataclass(kw_only=True)
@@ -181,14 +131,15 @@ class FunctionStep:
         model = world.copy(self.model)
         zero_gradients(model.parameters())
         optimizers = tuple(world.optimizer(o) for o in self.optimizers)
-        rebuild = _Rebuild(world)
-        for real, twin in zip(self.optimizers, optimizers, strict=True):
-            rebuild.done[id(real)] = twin
-        run = rebuild.callable(self.fn)
+        run = twin_function(self.fn, world)
         seen: list[dict[nn.Parameter, torch.Tensor]] = []
 
         def step() -> None:
             run()
+
+        def batch() -> list[torch.Tensor]:
+            with world.stage.entered():
+                return tensors_of(self.fn)
 
         def between() -> bool:
             gradients = {p: p.grad for p in model.parameters() if p.grad is not None}
@@ -204,10 +155,5 @@ class FunctionStep:
             return False
 
         return FakeStep(
-            model=model,
-            targets=self.targets,
-            run=step,
-            between=between,
-            optimizers=optimizers,
-            batch=lambda: tensors_of(run),
+            model=model, targets=self.targets, run=step, between=between, optimizers=optimizers, batch=batch
         )

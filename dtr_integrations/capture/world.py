@@ -18,6 +18,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
 from ..errors import CaptureError
+from .stage import Stage
 
 _OPS = (torch._ops.OperatorBase, torch._ops.OpOverloadPacket, torch.library.CustomOpDef)
 
@@ -27,6 +28,7 @@ class World:
 
     def __init__(self) -> None:
         self._memo: dict[int, Any] = {}
+        self.stage = Stage()  # for functions over twins
 
     def copy(self, thing: Any, *, shared: tuple[Any, ...] = ()) -> Any:
         """A deep copy of `thing` with twins of every tensor; objects in `shared` stay the real ones.

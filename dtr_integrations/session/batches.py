@@ -30,7 +30,7 @@ class Batches:
         sizes = _sizes(tensors)
         larger = any(now > planned for now, planned in zip(sizes, self._largest, strict=False))
         further_bytes = sum(sizes) - max(self.planned_bytes, sum(self._largest))
-        if (larger or further_bytes > left_bytes) and self._growths < _MAX_GROWTHS:
+        if (larger or further_bytes > max(left_bytes, 0)) and self._growths < _MAX_GROWTHS:
             self._growths += 1
             return True
         return False

@@ -19,11 +19,12 @@ from typing import Any
 import torch
 from torch import nn
 
+from .._python_state import Referred, referred_to
 from .._randomness import preserved_randomness
 from ..apply import registry
 from ..apply.dispatch import InPlace
 from ..apply.partitioner import PlanPartitioner, planned_options
-from ..capture.closure import BetweenSteps, FunctionStep, tensors_of
+from ..capture.closure import BetweenSteps, FunctionStep
 from ..capture.source import StepSource
 from ..capture.step import Captured, Parts, reason
 from ..config import DTRConfig
@@ -42,7 +43,16 @@ from ..errors import (
     VerificationFailed,
 )
 from ..gate import VerifyReport, check
-from ..measure import PeakLog, StepTrace, TracedPeak, device_total_bytes, is_measured, live_bytes, tensors_in
+from ..measure import (
+    PeakLog,
+    StepTrace,
+    TracedPeak,
+    device_total_bytes,
+    is_measured,
+    live_bytes,
+    optimizer_state_tensors,
+    tensors_in,
+)
 from ..pipeline import Planned, Progress, make_plan, planned_partitioner, silent
 from ..units import format_bytes
 from .batches import Batches
@@ -344,11 +354,11 @@ class BudgetSession:
         """
         if self._closed:
             raise ConfigError("this session is closed; make a new one to train under a budget again")
-        batch = tensors_of(fn)
+        refers = referred_to(fn)
         if self._gradients.zeroed is True and any(p.grad is not None for p in self.model.parameters()):
             log.warning("old gradients are there when the step begins: planning again with them")
             self._gradients.zeroed, self._settled = False, False
-        if self.plans_for(batch):
+        if self.plans_for(refers.tensors):
             self.prepare(
                 FunctionStep(
                     fn=fn,
@@ -358,8 +368,9 @@ class BudgetSession:
                     between=self._gradients,
                 )
             )
-        tracing = self.tracing(batch) if self.should_measure() else contextlib.nullcontext()
-        del batch  # the step may let go of what is in it
+        measures = self.should_measure()
+        tracing = self.tracing(_all_tensors(refers)) if measures else contextlib.nullcontext()
+        del refers  # the step may let go of what is in it
         with tracing:
             try:
                 result = fn()
@@ -520,6 +531,13 @@ class BudgetSession:
                 report.peak_allocated_bytes - self.plan.predicted_allocated_bytes,
             )
             self._settled = False
+
+
+def _all_tensors(refers: Referred) -> list[torch.Tensor]:
+    """What is referred to, with all that other modules (a teacher, an average) and optimizers hold."""
+    modules = [t for module in refers.modules for t in (*module.parameters(), *module.buffers())]
+    states = [t for optimizer in refers.optimizers for t in optimizer_state_tensors(optimizer)]
+    return [*refers.tensors, *modules, *states]
 
 
 def _device_of(model: nn.Module) -> torch.device:

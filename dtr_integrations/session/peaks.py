@@ -10,7 +10,14 @@ import torch
 from torch import nn
 
 from .._python_state import inside
-from ..measure import StepTrace, TracedPeak, static_bytes, tensors_in, trace_step
+from ..measure import (
+    StepTrace,
+    TracedPeak,
+    optimizer_state_tensors,
+    static_bytes,
+    tensors_in,
+    trace_step,
+)
 from ..measure.storages import storages_of
 
 
@@ -41,12 +48,22 @@ class StepPeaks:
     def open(self, batch: Any = ()) -> StepTrace:
         """Begin tracing; hand the result to `close`, or call its `abandon()`."""
         self._static_at_open = static_bytes([self._model], self._optimizers)
-        gradients = [p.grad for p in self._model.parameters() if p.grad is not None]
-        known = [*gradients, *_held_in_attributes(self._model), *tensors_in(batch)]
-        trace = trace_step(device=self._device, known=known)
-        del gradients, known
+        trace = trace_step(device=self._device, known=self._known(batch))
         trace.open()
         return trace
+
+    def _known(self, batch: Any) -> list[torch.Tensor]:
+        """What is there when a step begins, static memory aside: gradients, the batch, and what modules hold
+        besides parameters and buffers (an earlier output, a cache)."""
+        static = [*self._model.parameters(), *self._model.buffers()]
+        for optimizer in self._optimizers:
+            static += optimizer_state_tensors(optimizer)
+        own = {storage._cdata for storage in storages_of(static)}
+        held = [tensor for place in inside(self._model).values() for tensor in tensors_in(place.get())]
+        tensors = [*held, *tensors_in(batch)]
+        leaves = [leaf for leaf in (*static, *tensors) if leaf.is_leaf]
+        tensors += [leaf.grad for leaf in leaves if leaf.grad is not None]
+        return [t for t in tensors if own.isdisjoint(storage._cdata for storage in storages_of([t]))]
 
     def close(self, trace: StepTrace) -> None:
         """End tracing."""
@@ -59,10 +76,3 @@ class StepPeaks:
         """The step is over: (its highest peak, static bytes when that was traced); None if nothing was."""
         highest, self._highest = self._highest, None
         return highest
-
-
-def _held_in_attributes(model: nn.Module) -> list[torch.Tensor]:
-    """Tensors that modules hold besides parameters and buffers: an earlier output, a cache."""
-    own = {storage._cdata for storage in storages_of([*model.parameters(), *model.buffers()])}
-    tensors = [tensor for place in inside(model).values() for tensor in tensors_in(place.get())]
-    return [t for t in tensors if own.isdisjoint(storage._cdata for storage in storages_of([t]))]
