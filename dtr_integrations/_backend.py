@@ -18,6 +18,7 @@ from torch.utils import _pytree as pytree
 from ._compat import (
     compile_fx,
     compile_fx_inner,
+    compiler_lock,
     copied_graph,
     forget_donations,
     keeps_graph,
@@ -46,7 +47,7 @@ def inductor_backend(
         if not donates:
             forget_donations()
         try:
-            with freed_at_once(gm):
+            with compiler_lock, freed_at_once(gm):  # a backward may be compiled when it first runs
                 return compile_fx_inner(gm, inputs, **kwargs)
         except Exception as error:
             if not failed(error, bool(kwargs.get("is_backward")), _draws_from_seeds(spare)):

@@ -82,6 +82,8 @@ _NEEDED: dict[str, tuple[str, ...]] = {
         "enable_autograd_cache",
     ),
     "torch._dynamo": ("disable",),
+    # held while a frame is compiled (torch/_dynamo/convert_frame.py)
+    "torch._dynamo.convert_frame": ("compile_lock",),
     "torch._dynamo.config": ("recompile_limit",),
     # a fake tensor's storage is a meta storage: its bytes and its death can be seen
     # (torch/_subclasses/fake_tensor.py)
@@ -150,6 +152,8 @@ def _probe() -> None:
 
 _probe()
 
+# One thread at a time compiles; a dry run, which changes how torch compiles in the process, holds it too.
+from torch._dynamo.convert_frame import compile_lock as compiler_lock  # noqa: E402
 from torch._functorch import partitioners  # noqa: E402  (the probe comes first: its message beats an ImportError)
 from torch._functorch.compile_utils import fx_graph_cse  # noqa: E402
 from torch._inductor import config as inductor_config  # noqa: E402
@@ -186,6 +190,7 @@ __all__ = [
     "compile_call",
     "compile_fx",
     "compile_fx_inner",
+    "compiler_lock",
     "copied_graph",
     "cpp",
     "extracted",

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 
+from .._compat import compiler_lock
 from .._python_state import preserved
 from .fake import FakeWorld, wind_to_medians
 from .source import StepSource, functions_of
@@ -47,7 +48,7 @@ def called_modules(
             calls.transparent.add("")
         for name in outside_only:
             calls.note_use(name)
-        with preserved(step.model, *functions_of(source)), world.active(), calls.watched():
+        with compiler_lock, preserved(step.model, *functions_of(source)), world.active(), calls.watched():
             step.run()
     except Exception:
         return ()
@@ -62,7 +63,7 @@ def calls_inside(source: StepSource) -> dict[str, tuple[str, ...]]:
     world = FakeWorld()
     step = source.build(world)
     calls = _Calls(step.model)
-    with preserved(step.model, *functions_of(source)), world.active(), calls.watched():
+    with compiler_lock, preserved(step.model, *functions_of(source)), world.active(), calls.watched():
         wind_to_medians()  # as in the dry run
         step.run()
     inside: dict[str, dict[str, None]] = {}

@@ -223,7 +223,7 @@ def describe(
     index = {node: i for i, node in enumerate(nodes)}
     static_positions = set(static_inputs or ())
     phases = _phases(gm, num_forward_outputs, static_inputs)
-    stale = _read_overwritten(nodes, phases)
+    stale = _read_overwritten(nodes, phases, _overwritten_outside(gm))
     ops: list[Op] = []
     storage_bytes: list[int] = []
     value_of: dict[fx.Node, int] = {}
@@ -306,13 +306,28 @@ def describe(
     )
 
 
-def _read_overwritten(nodes: list[fx.Node], phases: dict[fx.Node, Phase]) -> set[fx.Node]:
-    """Ops that read an input which the forward overwrites at its end (a counter, a running statistic).
+def _overwritten_outside(gm: fx.GraphModule) -> set[fx.Node]:
+    """Inputs whose new value is an output of the graph, which torch copies into them after the forward: those
+    that need a gradient (the weight of `nn.Embedding(max_norm=...)`)."""
+    output = next(iter(gm.graph.find_nodes(op="output")))
+    written = {getattr(result, "mutated_input", None) for result in output.meta.get("desc") or ()}
+    return {
+        node
+        for node in gm.graph.find_nodes(op="placeholder")
+        if (given := node.meta.get("desc")) is not None and given in written
+    }
+
+
+def _read_overwritten(
+    nodes: list[fx.Node], phases: dict[fx.Node, Phase], outside: set[fx.Node]
+) -> set[fx.Node]:
+    """Ops that read an input which the forward overwrites at its end (a counter, a running statistic), or
+    which torch does after it (`outside`).
 
     In the backward the input has its new value, so these cannot be run again. Torch's own min-cut does run
     them again (2.13): gradients of a compiled model that reads a buffer after writing to it are wrong.
     """
-    old = {
+    old = outside | {
         node.args[0] for node in nodes if node.target is _aten.copy_.default and phases[node] is Phase.FORWARD
     }
     found: set[fx.Node] = set()

@@ -20,7 +20,7 @@ from .costs import measured_rates
 from .fake import FakeWorld
 from .scratch import Scratch
 from .source import FakeStep, StepSource
-from .step import Captured, Parts, Recorder, TargetsFailed, capture, dry_step
+from .step import Captured, Parts, Recorder, TargetsFailed, capture, dry_step, in_words
 
 _MAX_TRIES = 8
 _SKIPPED = "torch.compile made no graph of it: it holds a hook or Python that Dynamo skips"
@@ -84,7 +84,7 @@ class _Search:
             return calls_inside(self.source)
         except Exception as error:
             raise CaptureError(
-                f"the step cannot be run on tensors without data: {type(error).__name__}: {error}"
+                f"the step cannot be run on tensors without data: {in_words(error, self.step.model)}"
             ) from error
 
     def inside(self, name: str) -> tuple[str, ...]:

@@ -29,6 +29,9 @@ _NEVER = (_aten.isnan.default, _aten.isinf.default)
 _NOT = (_aten.logical_not.default, _aten.bitwise_not.default)
 _OR = (_aten.logical_or.default, _aten.bitwise_or.Tensor)
 _UNIQUE = ("_unique", "_unique2", "unique_dim", "unique_consecutive", "unique_dim_consecutive")
+_CHECK_FINITE = _aten._amp_foreach_non_finite_check_and_unscale_
+_TOTALS = (_aten.sum, _aten.mean, _aten.count_nonzero, _aten.any, _aten.amax, _aten.max)
+_COPIES = (_aten._to_copy, _aten.clone, _aten.detach, _aten.view, torch.ops.prims.convert_element_type)
 _UNSET = (_aten.empty.memory_format, _aten.empty_strided.default, _aten.empty_like.default)
 _LARGEST_BYTES = 4 << 20  # of a known tensor of integers or a mask
 _LARGEST_FLOAT_BYTES = 64 << 10
@@ -39,7 +42,8 @@ class StandIns:
     """Follows values and conditions through the ops of a step; does not keep fake tensors alive."""
 
     def __init__(self) -> None:
-        self._false: Any = WeakIdKeyDictionary()
+        self.holds = True  # whether a condition does of which nothing is known
+        self._false: Any = WeakIdKeyDictionary()  # conditions that do not hold anywhere, and zeros for them
         self._values: Any = WeakIdKeyDictionary()
         self._sharing: dict[int, list[weakref.ref[torch.Tensor]]] = {}  # fake tensors by their value's memory
 
@@ -71,7 +75,7 @@ class StandIns:
             with _real():
                 return known.item()
         if tensor.dtype is torch.bool:
-            return tensor not in self._false
+            return self.holds and tensor not in self._false
         return 1.0 if tensor.dtype.is_floating_point else 1
 
     def real(self, tensor: torch.Tensor, fill: Callable[..., torch.Tensor] = torch.ones) -> torch.Tensor:
@@ -106,7 +110,14 @@ class StandIns:
             for tensor, value in zip(outs, values, strict=True):
                 if isinstance(tensor, FakeTensor):
                     self._note(tensor, value)
-        if isinstance(out, torch.Tensor) and out.dtype is torch.bool and not self._holds(func, args):
+        if not isinstance(out, torch.Tensor):
+            return
+        if _is_zero(func, args, lambda t: t in self._false):
+            self._false[out] = True
+            if func.overloadpacket in _TOTALS and _is_small(out):
+                with _real():
+                    self._note(out, torch.zeros(out.shape, dtype=out.dtype))
+        elif out.dtype is torch.bool and not self._holds(func, args):
             self._false[out] = True
 
     def inputs(self, args: Sequence[Any]) -> list[Any]:
@@ -143,6 +154,11 @@ class StandIns:
                     value = self._node_value(node, known)
                     if value is not None:
                         known[node] = value
+                    elif _is_zero(node.target, node.args, lambda n: n in false):
+                        false.add(node)
+                        total = node.meta.get("val")
+                        if getattr(node.target, "overloadpacket", None) in _TOTALS and _is_small(total):
+                            known[node] = torch.zeros(total.shape, dtype=total.dtype)
                     elif _fails(node.target, node.args, lambda n: n in false):
                         false.add(node)
         for node, out in wanted:
@@ -199,7 +215,10 @@ class StandIns:
         return values if shapes_agree else None
 
     def _forget_written(self, func: Any, args: Any, kwargs: Any) -> None:
-        for tensor in _written(func, args, kwargs):
+        written = _written(func, args, kwargs)
+        if getattr(func, "overloadpacket", None) is _CHECK_FINITE:
+            written = _tensors(args[0])  # and not whether something was found to be infinite: nothing is
+        for tensor in written:
             value = self._values.get(tensor)
             if value is not None:
                 for ref in self._sharing.pop(value.untyped_storage().data_ptr(), ()):
@@ -223,6 +242,13 @@ def _fails(func: Any, args: Any, is_false: Callable[[Any], bool]) -> bool:
     if func in _NOT:
         return all(conditions)
     return bool(conditions) and not (any(conditions) if func in _OR else all(conditions))
+
+
+def _is_zero(func: Any, args: Any, is_false: Callable[[Any], bool]) -> bool:
+    """Whether an op makes numbers, or another condition of the same kind, out of a condition that does not
+    hold anywhere."""
+    packet = getattr(func, "overloadpacket", None)
+    return packet in (*_TOTALS, *_COPIES) and bool(args) and is_false(args[0])
 
 
 def _is_condition(leaf: Any) -> bool:

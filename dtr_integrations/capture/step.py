@@ -25,6 +25,7 @@ from .._compat import (
     CustomPartitionerFn,
     canonical,
     compile_call,
+    compiler_lock,
     copied_graph,
     inductor_config,
     leave_out,
@@ -115,11 +116,13 @@ class _Observed(CustomPartitionerFn):  # type: ignore[misc, unused-ignore]
 class Parts:
     """What of a step is compiled. `targets`: each in place; `excluded` (module, and why): run eagerly, also
     where a target calls them. `donates`: a backward may overwrite what its forward handed to it, which it
-    cannot where a call has several backwards (`retain_graph`)."""
+    cannot where a call has several backwards (`retain_graph`). `holds`: how a dry run takes conditions that
+    depend on parameters."""
 
     targets: tuple[str, ...]
     excluded: Mapping[str, str] = field(default_factory=dict)
     donates: bool = True
+    holds: bool = True
 
 
 class TargetsFailed(CaptureError):
@@ -142,6 +145,7 @@ class DryRun:
     called: tuple[str, ...]  # target modules that the step really called
     without_graph: tuple[str, ...]  # those of them of which torch.compile made no graph
     fingerprints: tuple[str, ...]  # of the graphs, by the index that regions use
+    skips: bool = False  # there are optimizers, and none of them made a step
 
 
 def dry_step(
@@ -165,11 +169,16 @@ def dry_step(
     observed = _Observed(partitioner, watcher)
     targets = _Targets()
     with contextlib.ExitStack() as stack:
+        stack.enter_context(compiler_lock)
         stack.callback(observed.release)
         stack.callback(world.release)
         step = _built(source, world)
         world.release()  # a twin lives as long as the step holds it
         parts = parts or Parts(targets=tuple(step.targets))
+        world.counter.stand_ins.holds = parts.holds
+        stepped: list[Any] = []
+        for optimizer in step.optimizers:
+            optimizer.register_step_post_hook(lambda *_: stepped.append(None))
         stack.enter_context(preserved(step.model, *functions_of(source)))
         _label_static(world.counter, step)
         targets.install(step, parts, observed, options or {})
@@ -186,6 +195,7 @@ def dry_step(
         gc.collect()  # cycles that the warm-up left (autograd graphs in frames) would count as live
         world.ledger.restart()
         watcher.reset()
+        stepped.clear()
         before = dict(world.ledger.live_by_kind())
         _run(step, targets)
         _label_gradients(world.counter, step)
@@ -204,6 +214,7 @@ def dry_step(
             regions=tuple(watcher.regions),
             timeline=tuple(world.ledger.curve),
         )
+        skips = bool(step.optimizers) and not stepped
         del step
     return DryRun(
         profile=profile,
@@ -212,6 +223,7 @@ def dry_step(
         called=tuple(targets.called),
         without_graph=tuple(name for name in targets.called if name not in targets.with_graph),
         fingerprints=tuple(graph.fingerprint for graph in watcher.graphs),
+        skips=skips,
     )
 
 
@@ -239,7 +251,7 @@ def _run(step: FakeStep, targets: _Targets) -> None:
             ) from error
         raise CaptureError(
             f"the training step of {type(step.model).__name__} cannot be run on tensors without data: "
-            f"{type(error).__name__}: {error}"
+            f"{in_words(error, step.model)}"
         ) from error
     if targets.failed:
         raise TargetsFailed(targets.failed)
@@ -295,6 +307,21 @@ class _Targets:
 
     def _differentiates(self, name: str) -> None:
         self.differentiated[name] = DIFFERENTIATED_AGAIN
+
+
+def in_words(error: BaseException, model: nn.Module) -> str:
+    """What was raised, and in the code of which module of `model`."""
+    names = {id(module): name for name, module in model.named_modules()}
+    where, trace = "", error.__traceback__
+    while trace is not None:
+        module = trace.tb_frame.f_locals.get("self")
+        if names.get(id(module)):
+            where = f"in {names[id(module)]} ({type(module).__name__}): "
+        trace = trace.tb_next
+    what = f"{type(error).__name__}: {error}"
+    if "data is not allocated yet" in what:
+        what = "an operator reads the data of its input to know the shape of its output (a packed sequence)"
+    return where + what
 
 
 def reason(error: BaseException) -> str:
@@ -381,9 +408,9 @@ def capture(
     """One fake run of the whole step with torch's own partition (design §3). Raises as `dry_step`."""
     recorder = Recorder(measured_rates(device))
     run = dry_step(source, recorder, options=options, scratch=scratch, parts=parts)
-    if run.parts.donates and not all(region.closes for region in run.profile.regions):
-        parts = replace(run.parts, donates=False)
-        return capture(source, options=options, device=device, scratch=scratch, parts=parts)
+    again = _otherwise(source, run, options, device, scratch)
+    if again is not None:
+        return capture(source, options=options, device=device, scratch=scratch, parts=again)
     regions = tuple(
         Region(
             kind=RegionKind(r.kind),
@@ -411,6 +438,24 @@ def capture(
         checkpointed=tuple(checkpointed),
         parts=parts,
     )
+
+
+def _otherwise(
+    source: StepSource,
+    run: DryRun,
+    options: dict[str, Any] | None,
+    device: str,
+    scratch: Scratch | None,
+) -> Parts | None:
+    """How the step has to be run instead, if it cannot be as it was or no optimizer made a step in it."""
+    if run.parts.donates and not all(region.closes for region in run.profile.regions):
+        return replace(run.parts, donates=False)
+    if run.parts.holds and run.skips:  # such as: if norm > limit: skip this step
+        parts = replace(run.parts, holds=False)
+        recorder = Recorder(measured_rates(device), strictnesses=False)
+        if not dry_step(source, recorder, options=options, scratch=scratch, parts=parts).skips:
+            return parts
+    return None
 
 
 def certify(

@@ -4,6 +4,7 @@ optimizer state, random state, Python state."""
 from __future__ import annotations
 
 import contextlib
+import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
@@ -87,6 +88,8 @@ def train(
         stack.enter_context(preserved_randomness())
         stack.enter_context(torch._dynamo.config.patch({"recompile_limit": 64}))
         step = source.build(world)
+        stack.enter_context(warnings.catch_warnings())
+        warnings.filterwarnings("ignore", message="Seems like `optimizer.step", category=UserWarning)
         stack.enter_context(preserved(step.model, *functions))
         _nudge(step.model, nudge)
         reached = _Reached(step.model, functions)

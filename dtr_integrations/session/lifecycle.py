@@ -82,7 +82,6 @@ class BudgetSession:
         planned: the plan with all that led to it (`pipeline.Planned`), or None.
         reports: one `PeakReport` for each measured optimizer step.
         trace: the last measured step's `TracedPeak`, or None.
-        static_bytes: parameters + buffers + optimizer state as last measured.
     """
 
     def __init__(
@@ -210,20 +209,19 @@ class BudgetSession:
                 given=read_plan(self.config.plan),
             )
         except (CaptureError, CertifyError) as error:
-            if self.config.fallback == "error":
+            if self.planned is None and self.config.fallback == "error":
                 raise
-            self._give_up(f"the step could not be captured: {error}")
-            self._unproven = True
+            if self.planned is None:
+                self._give_up(f"the step could not be captured: {error}")
+                self._unproven = True
+            else:
+                self._keep_plan(error)
             return
         except BudgetInfeasible as error:
             if self.planned is None:
                 self._settled = False  # nothing was changed: the caller may try again
                 raise
-            # A run that has begun is not ended by what was learnt in it: the plan in force stays.
-            self._replans = _MAX_REPLANS
-            warnings.warn(
-                f"no better plan was found, the one in force stays: {error}", PlanWarning, stacklevel=3
-            )
+            self._keep_plan(error)
             return
         except DTRError:
             self._settled = False
@@ -511,6 +509,11 @@ class BudgetSession:
         kind = type(self.model.get_submodule(name)).__name__
         return f"{name} ({kind})" if name else kind
 
+    def _keep_plan(self, error: DTRError) -> None:
+        """A run that has begun is not ended by what was learnt in it: the plan in force stays."""
+        self._replans = _MAX_REPLANS
+        warnings.warn(f"no better plan was found, the one in force stays: {error}", PlanWarning, stacklevel=4)
+
     def _give_up(self, reason: str) -> None:
         if self._in_place is not None:
             self._in_place.run_eagerly()
@@ -526,9 +529,12 @@ class BudgetSession:
         warn_of_excess(report, self.plan.required_bytes, plans_again=again)
         if again:
             self._replans += 1
+            # What static memory has grown by is seen by the next capture itself.
+            grown_bytes = max(0, report.static_bytes - self.plan.static_bytes)
             self._learnt_bytes += max(
-                report.used_bytes - report.budget_bytes,
-                report.peak_allocated_bytes - self.plan.predicted_allocated_bytes,
+                0,
+                report.used_bytes - report.budget_bytes - grown_bytes,
+                report.peak_allocated_bytes - self.plan.predicted_allocated_bytes - grown_bytes,
             )
             self._settled = False
 
