@@ -375,7 +375,7 @@ class _Contents:
                 self._keep_array(value)
         elif (state := generator_state(value)) is not None:
             self._undo.append(lambda: _set_generator_state(value, state))
-        elif _is_users_object(value):
+        elif _has_own_state(value):
             self._seen[id(value)] = value
             self._keep_container(vars(value))
 

@@ -16,7 +16,8 @@ import torch.nn.functional as F
 from models import CASES, Broken
 from torch import nn
 
-from dtr_integrations.capture.closure import FunctionStep, tensors_of
+from dtr_integrations._python_state import referred_to
+from dtr_integrations.capture.closure import FunctionStep
 from dtr_integrations.capture.source import ModuleStep, default_loss
 from dtr_integrations.capture.step import Captured, capture, certify
 from dtr_integrations.core.graph import OpKind, Phase, RegionKind
@@ -170,7 +171,7 @@ def test_the_function_of_a_whole_step_runs_on_twins(small: Any) -> None:
     ) == before
     assert seen == []
     assert captured.step.static.batch_bytes == image.nbytes
-    assert [id(t) for t in tensors_of(step)] == [id(image)]
+    assert [id(t) for t in referred_to(step).tensors] == [id(image)]
 
 
 def test_what_cannot_run_without_data_says_so() -> None:

@@ -34,9 +34,7 @@ _PLAIN_TYPES = (str, bytes, int, float, complex)
 
 def twin_function(function: Callable[..., Any], world: World) -> Callable[..., Any]:
     """`function`, run over twins of everything to which it refers. Nothing real is changed."""
-    twins = _Twins(world)
-    world.stage.add(function, twins.of)
-    target = twins.of(function)
+    target = _staged(function, world)
 
     @functools.wraps(function, updated=())
     def twin(*args: Any, **kwargs: Any) -> Any:
@@ -46,10 +44,13 @@ def twin_function(function: Callable[..., Any], world: World) -> Callable[..., A
     return twin
 
 
-def tensors_of(function: Callable[..., Any]) -> list[torch.Tensor]:
-    """The tensors to which `function` refers besides modules and optimizers: the batch that lives through its
-    step."""
-    return referred_to(function).tensors
+def _staged(function: Callable[..., Any], world: World) -> Callable[..., Any]:
+    """What is to be run on the world's stage: `function`, or its twin if it holds something itself (a method,
+    a partial, a callable object)."""
+    twins = _Twins(world)
+    world.stage.add(function, twins.of)
+    target: Callable[..., Any] = twins.of(function)
+    return target
 
 
 class _Twins:
@@ -131,15 +132,16 @@ class FunctionStep:
         model = world.copy(self.model)
         zero_gradients(model.parameters())
         optimizers = tuple(world.optimizer(o) for o in self.optimizers)
-        run = twin_function(self.fn, world)
+        target = _staged(self.fn, world)
         seen: list[dict[nn.Parameter, torch.Tensor]] = []
 
-        def step() -> None:
-            run()
+        def run() -> None:
+            with world.stage.entered():
+                target()
 
         def batch() -> list[torch.Tensor]:
             with world.stage.entered():
-                return tensors_of(self.fn)
+                return referred_to(target).tensors
 
         def between() -> bool:
             gradients = {p: p.grad for p in model.parameters() if p.grad is not None}
@@ -155,5 +157,5 @@ class FunctionStep:
             return False
 
         return FakeStep(
-            model=model, targets=self.targets, run=step, between=between, optimizers=optimizers, batch=batch
+            model=model, targets=self.targets, run=run, between=between, optimizers=optimizers, batch=batch
         )
