@@ -177,6 +177,10 @@ class AutoCheckpointHooks:
         self.namespace.utilities.rank_zero_info(f"AutoCheckpoint: {message}")
 
 
+# A wrong keyword is a TypeError of Python's: it should name the class that the user has called.
+AutoCheckpointHooks.__init__.__qualname__ = "AutoCheckpoint.__init__"
+
+
 def _modules(module: nn.Module, names: tuple[str, ...]) -> dict[str, nn.Module]:
     try:
         found = {name: module.get_submodule(name) for name in names}

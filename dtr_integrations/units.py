@@ -136,7 +136,8 @@ def _refuse_unreadable(value: object, example: str) -> NoReturn:
     if not value.strip():
         _refuse(value, "the text is empty", example)
     if _BARE.fullmatch(value):
-        _refuse(value, "a bare number has no unit", _did_you_mean(f"{value}GB", example))
+        number = float(value) if "." in value else int(value)
+        _refuse(value, "a bare number has no unit", _did_you_mean(_with_unit(number), example))
     if match := _NUMBER_AND_WORD.fullmatch(value):
         word = match.group(3)
         reason = f"{word!r} is not a unit; the units are B, KB, MB, GB, TB, KiB, MiB, GiB, TiB"

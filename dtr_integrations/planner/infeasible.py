@@ -18,9 +18,8 @@ def holders(
     schedules: Sequence[GraphSchedule],
     *,
     correction: Correction = NO_CORRECTION,
-    most: int = 5,
 ) -> tuple[tuple[str, int], ...]:
-    """(name, bytes) of what is held at the step's peak under `schedules`: largest first, `most` at most.
+    """(name, bytes) of what is held at the step's peak under `schedules`, largest first.
 
     Names are module paths, with what holds besides (static memory, other open calls) under a name of its own.
     """
@@ -49,8 +48,9 @@ def holders(
             rest -= sum(graph.storage_bytes[storage] for storage in incoming)
     held["gradients and values outside compiled modules"] = max(0, rest)
     held["activations that other calls hold for their backward"] = level.entry_bytes - region.base_bytes - own
-    named = sorted(((name, size) for name, size in held.items() if size > 0), key=lambda h: (-h[1], h[0]))
-    return tuple(named[:most])
+    return tuple(
+        sorted(((name, size) for name, size in held.items() if size > 0), key=lambda h: (-h[1], h[0]))
+    )
 
 
 def _name(graph: JointGraph, index: int) -> str:
