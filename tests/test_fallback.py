@@ -235,6 +235,7 @@ def test_an_error_of_the_models_own_comes_out_as_it_is() -> None:
     model, optimizer, loss_of = build(lambda: Middle(Refuses()))
     with dtr_integrations.auto_checkpoint(model, budget="4GB", optimizer=optimizer) as session:
         session.step(lambda: loss_of().backward())
+        optimizer.zero_grad()
         model.middle.allowed = False
         with pytest.raises(ValueError, match="this is not allowed"):
             session.step(lambda: loss_of().backward())

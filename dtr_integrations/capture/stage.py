@@ -33,7 +33,7 @@ class Stage:
     def entered(self) -> Iterator[None]:
         """The real places hold what they hold here."""
         self._depth += 1
-        real = self._exchange() if self._depth == 1 else {}
+        real = self._moved_in() if self._depth == 1 else {}
         try:
             yield
         finally:
@@ -42,17 +42,17 @@ class Stage:
                 self._held[place] = place.get(_ABSENT)
                 _put(place, value)
 
-    def _exchange(self) -> dict[Place, Any]:
+    def _moved_in(self) -> dict[Place, Any]:
+        """Put into the places what they hold here, and nowhere else: the functions may let go of it. Returns
+        what they held."""
         real = {}
-        for place, twin in list(self._held.items()):
+        for place in list(self._held):
             value = place.get(_ABSENT)
             try:
-                if value is not twin:
-                    _put(place, twin)
+                _put(place, self._held.pop(place))
             except (AttributeError, TypeError):  # such as a member of an Enum: there is no twin of it
-                del self._held[place]
-            else:
-                real[place] = value
+                continue
+            real[place] = value
         return real
 
 
