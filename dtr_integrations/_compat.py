@@ -161,7 +161,7 @@ from torch._inductor.codegen import cpp  # noqa: E402
 from torch._inductor.codegen.cpp import CppScheduling  # noqa: E402
 from torch._inductor.compile_fx import compile_fx, compile_fx_inner  # noqa: E402
 from torch._inductor.custom_graph_pass import CustomPartitionerFn, get_hash_for_files  # noqa: E402
-from torch._inductor.fx_passes.control_dependencies import preserve_node_ordering  # noqa: E402
+from torch._inductor.fx_passes.control_dependencies import control_deps, preserve_node_ordering  # noqa: E402
 from torch._inductor.graph import GraphLowering  # noqa: E402
 from torch._inductor.ir import ExternKernel  # noqa: E402
 from torch._inductor.virtualized import V  # noqa: E402
@@ -204,6 +204,16 @@ __all__ = [
     "preserve_node_ordering",
     "top_saved_tensors_hooks",
 ]
+
+
+# What orders nodes has no kernel for tensors that autograd knows before torch 2.12, and the lowering of some
+# ops runs it (torch/_inductor/fx_passes/control_dependencies.py).
+if torch._C.DispatchKey.Autograd not in control_deps.py_kernels:
+
+    @control_deps.py_impl(torch._C.DispatchKey.CompositeExplicitAutograd)
+    @control_deps.py_impl(torch._C.DispatchKey.Autograd)
+    def _ordered(additional_deps: Any, subgraph: Any, *args: Any, **kwargs: Any) -> Any:
+        return subgraph(*args, **kwargs)
 
 
 # Whether each compiled callable counts its recompiles alone (torch 2.12 on).

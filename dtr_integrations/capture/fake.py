@@ -79,11 +79,14 @@ class StorageCounter:
             if func.namespace != "aten":
                 raise
             out = self._data_dependent(func, args, kwargs)
-        except RuntimeError:
-            # Nobody wrote a fake implementation for a custom op.
-            if self._depth > 1 or getattr(func, "namespace", "aten") in ("aten", "prim", "prims"):
+        except RuntimeError as error:
+            # Nobody wrote a fake implementation for a custom op, or it refuses what the kernel takes.
+            if self._depth > 1 or not isinstance(func, torch._ops.OpOverload):
                 raise
-            out = self._data_dependent(func, args, kwargs)
+            try:
+                out = self._data_dependent(func, args, kwargs)
+            except Exception:
+                raise error from None
         finally:
             self._depth -= 1
         if isinstance(func, torch._ops.HigherOrderOperator):
