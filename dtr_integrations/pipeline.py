@@ -100,7 +100,7 @@ def make_plan(
         best, frontier, correction = _search_certified(bench, problem, target)
     advice = _advice(source, captured, target, reserve, device)
     if best.peak_bytes > target and not best_effort:
-        raise _infeasible(captured, frontier, best, budget_bytes, reserve, advice)
+        raise _infeasible(captured, frontier, bench.promised or best, budget_bytes, reserve, advice)
     clock.lap("search and certify")
     plan = Plan(
         budget_bytes=budget_bytes,
@@ -175,8 +175,9 @@ class _Bench:
     mode: str
     progress: Progress
     rounds: int = 0
+    promised: Certified | None = None  # the lowest plan that is found whatever the budget is
     seen: dict[tuple[GraphSchedule, ...], Certified] = field(default_factory=dict)
-    observations: list[Observation] = field(default_factory=list)
+    observations: dict[tuple[GraphSchedule, ...], list[Observation]] = field(default_factory=dict)
 
     def default(self) -> Certified:
         """Torch's own partition: certified by the capture itself, where it is carried out as it is."""
@@ -195,10 +196,23 @@ class _Bench:
         graphs = self.captured.step.graphs
         return self.run(tuple(schedule_for(graph, graph.default_saved) for graph in graphs))
 
-    def correction(self) -> Correction:
-        """What the dry runs of plans say about the search tier. The default's own is no plan's: its kernels
-        are grouped."""
-        return correct(NO_CORRECTION, self.observations)
+    def correction(self, of: Sequence[Certified] | None = None) -> Correction:
+        """What the dry runs of plans (None: of all) say about the search tier. The default's own is no
+        plan's: its kernels are grouped."""
+        plans = self.observations if of is None else [certified.schedules for certified in of]
+        return correct(NO_CORRECTION, [seen for plan in plans for seen in self.observations.get(plan, ())])
+
+    def lowest(self, problem: Problem) -> Certified:
+        """The lowest plan, found in the same way whatever the target is: what a refusal promises has to hold
+        for a run that is given it."""
+        focused = replace(problem, focus_bytes=self.captured.default.static_bytes)
+        seen = [self.unchanged()]
+        for _ in range(_MAX_ROUNDS):
+            certified = self.point(search(replace(focused, correction=self.correction(seen))).lowest)
+            if certified in seen:
+                break
+            seen.append(certified)
+        return min(seen, key=lambda certified: certified.peak_bytes)
 
     def point(self, point: FrontierPoint) -> Certified:
         """The exact peak of a point of the frontier."""
@@ -243,7 +257,7 @@ class _Bench:
                 f"the dry run of the plan met {len(unknown)} graph(s) that the capture did not: the step is "
                 "not the same when it is run twice (a Python-side condition that changes from call to call)"
             )
-        self.observations += [
+        self.observations[certified.schedules] = [
             Observation(
                 graph=graphs[fingerprints[region.graph]],
                 schedule=by_name[fingerprints[region.graph]],
@@ -287,7 +301,11 @@ def _search_certified(bench: _Bench, problem: Problem, target: int) -> tuple[Cer
     # The simulator may stay wrong at the very bottom: what it calls lowest is the last word only after a dry
     # run.
     certified = bench.point(frontier.lowest)
-    return min(lowest, certified, key=lambda c: c.peak_bytes), frontier, correction
+    lowest = min(lowest, certified, key=lambda c: c.peak_bytes)
+    if lowest.peak_bytes > target:
+        bench.promised = bench.lowest(problem)
+        lowest = min(lowest, bench.promised, key=lambda c: c.peak_bytes)
+    return lowest, frontier, correction
 
 
 def _lower_bound(problem: Problem, best: Certified) -> float | None:
