@@ -47,7 +47,7 @@ $(STAMP): pyproject.toml constraints.txt | check-python check-compiler
 	test -x $(PY) || "$(PYTHON)" -m venv $(VENV)
 	$(PY) -m pip install -c constraints.txt setuptools
 	$(PY) -m pip install -c constraints.txt torch==2.13.0
-	$(PY) -m pip install -c constraints.txt --no-build-isolation -e ".[dev,lightning,plot,exact,transformers]"
+	$(PY) -m pip install -c constraints.txt --no-build-isolation -e ".[dev,lightning,plot,exact,accelerate,transformers]"
 	@touch $@
 
 check-python:

@@ -214,11 +214,5 @@ def _is_one_step(trainer: Any) -> bool:
 
 
 def _log(trainer: Any, report: PeakReport) -> None:
-    rank = report.rank
-    metrics = {
-        f"dtr/peak_bytes/rank{rank}": float(report.peak_allocated_bytes),
-        f"dtr/predicted_bytes/rank{rank}": float(report.predicted_allocated_bytes or 0),
-        "dtr/budget_bytes": float(report.budget_bytes),
-    }
     for logger in trainer.loggers:
-        logger.log_metrics(metrics, step=trainer.fit_loop.epoch_loop._batches_that_stepped)
+        logger.log_metrics(report.metrics, step=trainer.fit_loop.epoch_loop._batches_that_stepped)

@@ -1,5 +1,5 @@
-"""`auto_checkpoint`'s session: a training loop of one's own, seen from the module's call and the optimizer's
-step."""
+"""Sessions that see a model's calls, and not the batch or the loss around them: `auto_checkpoint`'s, and what
+front doors without a batch in their hooks are built on."""
 
 from __future__ import annotations
 
@@ -15,28 +15,62 @@ from .errors import ConfigError, NothingPlanned
 from .session import BudgetSession
 
 log = logging.getLogger("dtr_integrations")
+OLD_GRADIENTS = "old gradients are still there when the next forward runs"
 
 
-class ModuleSession(BudgetSession):
-    """The session of `auto_checkpoint`: plans at the model's first training call.
+class CalledSession(BudgetSession):
+    """Plans at the module's first training call, from its arguments.
 
-    It sees the module's call and not the loss around it, so the loss is taken to be `default_loss` of the
-    output, which costs next to nothing; use `session.step(fn)` to have the whole step planned. Whether old
-    gradients live beside the activations is only known at the second call; when they do, the step is planned
-    again with them.
+    It sees the call and not the loss around it, so the loss is taken to be `default_loss` of the output,
+    which costs next to nothing.
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self._zero_after_forward = False
-        self._micro_batches = 1
+        self.zero_after_forward = False  # whether old gradients live beside the activations
+        self.micro_batches = 1
+        self.install(_not_compiled(target_modules(self.model, self._targets())), self._before_call)
+
+    def holds_gradients(self) -> bool:
+        """Whether a parameter has a gradient now."""
+        return any(parameter.grad is not None for parameter in self.model.parameters())
+
+    def plan_again(self, seen: str) -> None:
+        """Gradients were seen that the plan does not know of: the next call is planned with them."""
+        log.warning(
+            "%s: planning again with them (zero_grad before the forward would save their bytes)", seen
+        )
+        self._settled = False
+
+    def _before_call(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if self.plans_for((args, kwargs)):
+            self.prepare(
+                ModuleStep(
+                    model=self.model,
+                    args=args,
+                    kwargs=kwargs,
+                    optimizer=self.optimizers[0] if self.optimizers else None,
+                    targets=self._targets(),
+                    context=_live_autocast(self.device.type),
+                    zero_after_forward=self.zero_after_forward,
+                    micro_batches=self.micro_batches,
+                )
+            )
+
+
+class ModuleSession(CalledSession):
+    """The session of `auto_checkpoint`: a training loop of one's own.
+
+    Use `session.step(fn)` to have the whole step planned. Without it, whether old gradients live beside the
+    activations is only known at the second call; when they do, the step is planned again with them.
+    """
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
         self._calls = 0
         self._optimizer_steps = 0
         self._in_step = False
-        self._hooks: list[Any] = []
-        self.install(_not_compiled(target_modules(self.model, self._targets())), self._before_call)
-        for optimizer in self.optimizers:
-            self._hooks.append(optimizer.register_step_post_hook(self._stepped))
+        self._hooks = [optimizer.register_step_post_hook(self._stepped) for optimizer in self.optimizers]
 
     def step(self, fn: Callable[[], Any]) -> Any:
         """See `BudgetSession.step`."""
@@ -68,35 +102,70 @@ class ModuleSession(BudgetSession):
 
     def _before_call(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         self._calls += 1
-        if self._calls == 2 and not self._in_step:
+        if self._in_step:  # planned from the whole step
+            return
+        if self._calls == 2:
             self._look_at_gradients()
-        if not self._in_step and self.plans_for((args, kwargs)):
-            self.prepare(
-                ModuleStep(
-                    model=self.model,
-                    args=args,
-                    kwargs=kwargs,
-                    optimizer=self.optimizers[0] if self.optimizers else None,
-                    targets=self._targets(),
-                    context=_live_autocast(self.device.type),
-                    zero_after_forward=self._zero_after_forward,
-                    micro_batches=self._micro_batches,
-                )
-            )
+        super()._before_call(name, args, kwargs)
 
     def _look_at_gradients(self) -> None:
-        if self.plan is None or not any(p.grad is not None for p in self.model.parameters()):
+        if self.plan is None or not self.holds_gradients():
             return
         if self._optimizer_steps:
-            self._zero_after_forward = True
-            seen = "old gradients are still there when the next forward runs"
+            self.zero_after_forward = True
+            self.plan_again(OLD_GRADIENTS)
         else:
-            self._micro_batches = 2
-            seen = "gradients accumulate over several backwards"
-        log.warning(
-            "%s: planning again with them (zero_grad before the forward would save their bytes)", seen
-        )
-        self._settled = False
+            self.micro_batches = 2
+            self.plan_again("gradients accumulate over several backwards")
+
+
+class TrainerSession(CalledSession):
+    """A loop that somebody else runs and whose hooks say when an optimizer step begins and ends, but not with
+    which batch."""
+
+    def __init__(self, *args: Any, micro_batches: int = 1, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.micro_batches = micro_batches
+        self._begins = True
+        self._last_step: int | None = None
+        self._trace: Any = None
+
+    def begin_step(self, *, last_step: int | None = None) -> None:
+        """An optimizer step begins. If it is one to measure, it is measured from its first call on, which may
+        plan before."""
+        self._abandon()
+        self._begins, self._last_step = True, last_step
+
+    def end_step(self) -> Any:
+        """The optimizer has stepped. Returns the step's `PeakReport` if it was measured, else None."""
+        trace, self._trace = self._trace, None
+        if trace is not None:
+            self.close_trace(trace)
+        return self.finish_step()
+
+    def prepare(self, source: Any) -> None:
+        """See `BudgetSession.prepare`; a step in the middle of which something is planned is not measured."""
+        self._abandon()
+        super().prepare(source)
+
+    def close(self) -> None:
+        """See `BudgetSession.close`."""
+        self._abandon()
+        super().close()
+
+    def _before_call(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        begins, self._begins = self._begins, False
+        if begins and self.step_count and not self.zero_after_forward and self.holds_gradients():
+            self.zero_after_forward = True
+            self.plan_again(OLD_GRADIENTS)
+        super()._before_call(name, args, kwargs)
+        if begins and self.should_measure(last_step=self._last_step):
+            self._trace = self.open_trace((args, kwargs))
+
+    def _abandon(self) -> None:
+        if self._trace is not None:
+            self._trace.abandon()
+            self._trace = None
 
 
 def _live_autocast(device_type: str) -> Callable[[], Any] | None:

@@ -71,6 +71,15 @@ class PeakReport:
         """Whether `used_bytes`, caches and fragments included, stayed in the budget."""
         return self.used_bytes <= self.budget_bytes
 
+    @property
+    def metrics(self) -> dict[str, float]:
+        """What goes to loggers and trackers, in bytes, under the same names from every front door."""
+        return {
+            f"dtr/peak_bytes/rank{self.rank}": float(self.peak_allocated_bytes),
+            f"dtr/predicted_bytes/rank{self.rank}": float(self.predicted_allocated_bytes or 0),
+            "dtr/budget_bytes": float(self.budget_bytes),
+        }
+
     def to_dict(self) -> dict[str, Any]:
         """The fields, in their order, as values that JSON knows."""
         return asdict(self)

@@ -1,0 +1,146 @@
+"""What makes `accelerate launch --config dtr.yaml train.py` work, with a `train.py` that knows nothing of it.
+
+torch calls `autoload` at the end of `import torch` (entry point group `torch.backends`). In Accelerate's own
+launcher, whose parser knows neither `--config` nor a section `dtr:`, the section is taken out of the yaml
+before the command line is read, and its place goes into the environment. In the workers that inherit it, the
+first `Accelerator.prepare` installs a budget. Every other process is left as it is: nothing but the standard
+library is loaded here, nothing is ever raised, and `DTR_AUTOLOAD=0` turns it off.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import os
+import shutil
+import sys
+import tempfile
+from collections.abc import MutableMapping
+from typing import Any
+
+CONFIG = "DTR_CONFIG_FILE"  # in the environment of launcher and workers: a yaml with the section `dtr:`
+SWITCH = "DTR_AUTOLOAD"
+
+_OPTIONS = ("--config", "--config_file", "--config-file")
+
+# Options of `accelerate launch` without a value: what follows one may be the script.
+_FLAGS = frozenset(
+    """-q --quiet --cpu --multi_gpu --tpu --enable_cpu_affinity --dynamo_use_fullgraph --dynamo_use_dynamic
+    --dynamo_use_regional_compilation --use_deepspeed --use_fsdp --use_parallelism_config --use_megatron_lm
+    --same_network -m --module --no_python --tpu_cluster --no_tpu_cluster --tpu_use_sudo --downcast_bf16
+    --fp8_use_autocast_during_eval --debug --use_mps_device --use_xpu -h --help""".split()  # noqa: SIM905
+)
+
+
+def autoload() -> None:
+    """Called by torch at the end of its import, in every process. Never raises."""
+    with contextlib.suppress(Exception):
+        if os.environ.get(SWITCH) == "0":
+            return
+        if CONFIG in os.environ:
+            sys.meta_path.insert(0, _WhenAccelerateIsThere())
+            return
+        start = _launch_arguments(sys.argv, sys.orig_argv)
+        if start is not None:
+            sys.argv[start:] = without_section(sys.argv[start:], os.environ)
+
+
+def without_section(arguments: list[str], environment: MutableMapping[str, str]) -> list[str]:
+    """The arguments of `accelerate launch` as its own parser takes them.
+
+    If `--config`, `--config=` or `--config_file` names a yaml with a section `dtr:`, the arguments name a
+    copy without it, and `environment` the section. Otherwise they are returned as they are, and Accelerate
+    says what it says. What follows the script belongs to the script.
+    """
+    at = 0
+    while at < len(arguments) and arguments[at].startswith("-"):
+        name, equals, value = arguments[at].partition("=")
+        if name in _OPTIONS:
+            last = at if equals else at + 1
+            value = value if equals else "".join(arguments[last : last + 1])
+            rest = _taken_apart(value, environment)
+            if rest is None:
+                return arguments
+            return [*arguments[:at], "--config_file", rest, *arguments[last + 1 :]]
+        at += 1 if equals or name in _FLAGS else 2
+    return arguments
+
+
+def _taken_apart(path: str, environment: MutableMapping[str, str]) -> str | None:
+    """The path of a copy of the yaml without its section `dtr:`; None where there is no such section."""
+    if not os.path.isfile(path):
+        return None
+    with open(path, encoding="utf-8") as file:
+        section, rest = split_section(file.read())
+    if not section:
+        return None
+    directory = tempfile.mkdtemp(prefix="dtr-launch-")
+    atexit.register(shutil.rmtree, directory, ignore_errors=True)
+    names = {"dtr.yaml": section, os.path.basename(path): rest}
+    if len(names) == 1:  # the user's file is called dtr.yaml too
+        names = {"section.yaml": section, "dtr.yaml": rest}
+    for name, text in names.items():
+        with open(os.path.join(directory, name), "w", encoding="utf-8") as file:
+            file.write(text)
+    first, second = names
+    environment[CONFIG] = os.path.join(directory, first)
+    return os.path.join(directory, second)
+
+
+def split_section(text: str) -> tuple[str, str]:
+    """(the top-level section `dtr:`, the rest) of a yaml, as text; an empty section where there is none.
+
+    A top-level section ends at the next line that begins in the first column and is no comment.
+    """
+    section: list[str] = []
+    rest: list[str] = []
+    inside = False
+    for line in text.splitlines(keepends=True):
+        if line[:1] not in (" ", "\t", "#", "\n", "\r", ""):
+            inside = line.partition(":")[0].rstrip() in ("dtr", '"dtr"', "'dtr'") and ":" in line
+        (section if inside else rest).append(line)
+    return "".join(section), "".join(rest)
+
+
+def _launch_arguments(argv: list[str], original: list[str]) -> int | None:
+    """Where the arguments of `accelerate launch` begin in this process's command line; None in any other."""
+    if not argv:
+        return None
+    program = os.path.basename(argv[0]).removesuffix(".exe").removesuffix("-script.py")
+    module = ""
+    if argv[0] == "-m" and "-m" in original:  # `python -m` imports the packages above the module first
+        module = original[original.index("-m") + 1]
+    elif program.endswith(".py"):
+        module = ".".join([*argv[0].replace(os.sep, "/").split("/")[-3:-1], program.removesuffix(".py")])
+    if program == "accelerate-launch" or module == "accelerate.commands.launch":
+        return 1
+    if program == "accelerate" or module == "accelerate.commands.accelerate_cli":
+        return 2 if argv[1:2] == ["launch"] else None
+    return None
+
+
+class _WhenAccelerateIsThere:
+    """Not a finder: it finds nothing, and is asked at every import until Accelerate has been imported."""
+
+    def find_spec(self, name: str, path: Any = None, target: Any = None) -> None:
+        """None: imports go on as without it."""
+        with contextlib.suppress(Exception):
+            accelerate = sys.modules.get("accelerate")
+            accelerator = getattr(accelerate, "Accelerator", None)
+            if accelerator is not None and self in sys.meta_path:
+                sys.meta_path.remove(self)
+                _install_at_prepare(accelerator)
+        return None
+
+
+def _install_at_prepare(accelerator: Any) -> None:
+    prepare = accelerator.prepare
+
+    def prepared(self: Any, *args: Any, **kwargs: Any) -> Any:
+        accelerator.prepare = prepare
+        from .accelerate import watch_prepare  # torch and Accelerate are there by now
+
+        watch_prepare()
+        return self.prepare(*args, **kwargs)
+
+    accelerator.prepare = prepared

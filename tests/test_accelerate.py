@@ -1,0 +1,171 @@
+"""`AutoCheckpointPlugin`, `install` and the launcher, in real loops of Accelerate on one process."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import warnings
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+from dtr_integrations.errors import BudgetInfeasible, ConfigError, PlanWarning
+
+accelerate = pytest.importorskip("accelerate")
+
+from accelerate.state import AcceleratorState, GradientState, PartialState  # noqa: E402
+
+from dtr_integrations.accelerate import AutoCheckpointPlugin, install  # noqa: E402
+
+AMPLE = "1GB"
+
+
+class WithLoss(nn.Module):
+    """Six blocks of 32 and the loss, as Hugging Face models return it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(32, 32) for _ in range(6))
+
+    def forward(self, x: torch.Tensor) -> dict[str, torch.Tensor]:
+        for layer in self.layers:
+            x = torch.nn.functional.gelu(layer(x))
+        return {"loss": x.square().mean()}
+
+
+@pytest.fixture(autouse=True)
+def _alone() -> Any:
+    """Accelerate's state is the process's."""
+    yield
+    for state in (AcceleratorState, PartialState, GradientState):
+        state._shared_state.clear()
+
+
+def accelerator(**arguments: Any) -> Any:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return accelerate.Accelerator(cpu=True, **arguments)
+
+
+def run(engine: Any, *, steps: int = 4) -> tuple[nn.Module, list[float]]:
+    torch.manual_seed(0)
+    model = WithLoss()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    loader = DataLoader(TensorDataset(torch.randn(256 * steps, 32)), batch_size=256)
+    model, optimizer, loader = engine.prepare(model, optimizer, loader)
+    losses = []
+    for (x,) in loader:
+        with engine.accumulate(model):
+            optimizer.zero_grad()
+            loss = model(x)["loss"]
+            engine.backward(loss)
+            optimizer.step()
+        losses.append(loss.item())
+    return model, losses
+
+
+@pytest.mark.parametrize(
+    ("arguments", "tolerance"),
+    [
+        ({}, 1e-5),
+        ({"gradient_accumulation_steps": 2, "mixed_precision": "bf16"}, torch.finfo(torch.bfloat16).eps),
+    ],
+    ids=["plain", "accumulating in bf16"],
+)
+def test_a_loop_is_kept_under_its_budget(arguments: dict[str, Any], tolerance: float, tmp_path: Path) -> None:
+    engine = accelerator(**arguments)
+    ample = install(engine, budget=AMPLE, progress=False, log_every_n_steps=1)
+    _, default = run(engine)
+    ample.close()
+    assert ample.plan.is_default
+    for state in (AcceleratorState, PartialState, GradientState):
+        state._shared_state.clear()
+
+    static, peak = ample.plan.static_bytes, ample.plan.default_allocated_bytes
+    plugin = AutoCheckpointPlugin(
+        budget=f"{int(static + 0.7 * (peak - static))}B",
+        progress=False,
+        log_every_n_steps=1,
+        run_dir=str(tmp_path),
+    )
+    engine = accelerator(dynamo_plugin=plugin, **arguments)
+    model, losses = run(engine)
+    installed = plugin.installed
+    assert not installed.plan.is_default
+    assert installed.reports
+    for report in installed.reports:
+        assert report.within_budget
+        assert report.prediction_error <= 0.01
+    assert losses == pytest.approx(default, rel=tolerance)
+    assert list(engine.get_state_dict(model)) == list(WithLoss().state_dict())
+    assert (tmp_path / "plan-rank0.json").exists()
+    assert len((tmp_path / "peaks-rank0.jsonl").read_text().splitlines()) == len(installed.reports)
+    installed.close()
+    assert model._compiled_call_impl is None
+
+
+def test_no_plan_fits() -> None:
+    engine = accelerator()
+    installed = install(engine, budget="1KB", progress=False)
+    with pytest.raises(BudgetInfeasible):
+        run(engine)
+    installed.close()
+
+
+def test_an_accelerator_that_compiles_is_refused() -> None:
+    with pytest.raises(ConfigError, match="compiles its models itself"):
+        install(accelerator(dynamo_backend="inductor"), budget=AMPLE)
+
+
+def test_a_second_model_is_named() -> None:
+    engine = accelerator()
+    first, second = WithLoss(), nn.Linear(2, 2)
+    optimizers = [torch.optim.SGD(m.parameters(), lr=0.1) for m in (first, second)]
+    engine.prepare(first, second, *optimizers)
+    with pytest.warns(PlanWarning, match="a second model, Linear, runs eagerly"):
+        install(engine, budget=AMPLE, progress=False).close()
+
+
+SCRIPT = """
+import sys
+import torch
+from accelerate import Accelerator
+from torch import nn
+assert sys.argv[1:] == ["--config", "mine.yaml"], sys.argv
+engine = Accelerator()
+torch.manual_seed(0)
+model = nn.Sequential(*[nn.Sequential(nn.Linear(32, 32), nn.GELU()) for _ in range(4)])
+optimizer = torch.optim.AdamW(model.parameters())
+model, optimizer = engine.prepare(model, optimizer)
+for _ in range(3):
+    optimizer.zero_grad()
+    engine.backward(model(torch.ones(64, 32)).square().mean())
+    optimizer.step()
+"""
+
+
+def test_accelerate_launch_with_a_section_and_an_unchanged_script(tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(SCRIPT)
+    (tmp_path / "dtr.yaml").write_text(
+        f"dtr:\n  budget: 1GB\n  run_dir: {tmp_path}/logs\n"
+        "compute_environment: LOCAL_MACHINE\ndistributed_type: 'NO'\nuse_cpu: true\nnum_processes: 1\n"
+        "mixed_precision: 'no'\n"
+    )
+    command = ["-m", "accelerate.commands.accelerate_cli", "launch", "--config", "dtr.yaml", "train.py"]
+    done = subprocess.run(
+        [sys.executable, *command, "--config", "mine.yaml"],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    (line,) = (tmp_path / "logs" / "peaks-rank0.jsonl").read_text().splitlines()
+    record = json.loads(line)
+    assert record["budget_bytes"] == 10**9
+    assert record["plan_digest"]
