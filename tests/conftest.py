@@ -14,6 +14,7 @@ logging.getLogger("torch.__trace").disabled = True
 
 # With two workers a long file that comes last is waited for by one of them.
 _LONG_FILES = ("test_zoo", "test_gate", "test_apply", "test_hard_cases", "test_lightning", "test_verify")
+_LONG_FILES += ("test_own_loop", "test_transformers")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -87,7 +87,11 @@ def binding(callback: AutoCheckpoint) -> str:
     "arguments",
     [
         pytest.param({}, id="plain"),
-        pytest.param({"gradient_accumulation_steps": 2, "bf16": True}, id="accumulating in bf16"),
+        pytest.param(
+            {"gradient_accumulation_steps": 2, "bf16": True},
+            id="accumulating in bf16",
+            marks=pytest.mark.slow,
+        ),
     ],
 )
 def test_a_run_is_kept_under_its_budget(arguments: dict[str, Any], tmp_path: Path) -> None:
