@@ -206,8 +206,8 @@ __all__ = [
 ]
 
 
-# What orders nodes has no kernel for tensors that autograd knows before torch 2.12, and the lowering of some
-# ops runs it (torch/_inductor/fx_passes/control_dependencies.py).
+# What orders nodes has no kernel for tensors that autograd knows in torch 2.11, and the lowering of some ops
+# runs it (torch/_inductor/fx_passes/control_dependencies.py).
 if torch._C.DispatchKey.Autograd not in control_deps.py_kernels:
 
     @control_deps.py_impl(torch._C.DispatchKey.CompositeExplicitAutograd)

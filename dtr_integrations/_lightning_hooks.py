@@ -11,13 +11,12 @@ from torch import nn
 from ._lightning_step import LightningStep
 from .config import DTRConfig
 from .core.peak import PeakReport
-from .core.plan import Plan
 from .errors import ConfigError
 from .measure import live_bytes, tensors_in
-from .session import BudgetSession
+from .session import BudgetSession, SessionHolder
 
 
-class AutoCheckpointHooks:
+class AutoCheckpointHooks(SessionHolder):
     """Everything of `AutoCheckpoint` but its base class; see there."""
 
     namespace: Any  # `lightning.pytorch` or `pytorch_lightning`
@@ -81,16 +80,6 @@ class AutoCheckpointHooks:
         self._targets: tuple[str, ...] | None = None
         self._steps_seen = 0
         self._planned_bytes = 0
-
-    @property
-    def plan(self) -> Plan | None:
-        """The plan in force; None before the first training batch, or when nothing could be planned."""
-        return self.session.plan if self.session is not None else None
-
-    @property
-    def reports(self) -> list[PeakReport]:
-        """One `PeakReport` for each measured optimizer step of the last `fit`."""
-        return self.session.reports if self.session is not None else []
 
     # -- hooks -----------------------------------------------------------------------------------------------
 

@@ -17,11 +17,10 @@ from accelerate.utils import TorchDynamoPlugin, extract_model_from_parallel
 
 from ._autoload import CONFIG
 from .config import DTRConfig
-from .core.peak import PeakReport
-from .core.plan import Plan
 from .errors import ConfigError, PlanWarning
 from .own_loop import TrainerSession
 from .pipeline import silent
+from .session import SessionHolder
 
 __all__ = ["AutoCheckpointPlugin", "Installed", "install"]
 
@@ -77,7 +76,7 @@ def install(accelerator: Accelerator, *, budget: str, **config: Any) -> Installe
     return installed
 
 
-class Installed:
+class Installed(SessionHolder):
     """One accelerator's training under a budget.
 
     Attributes:
@@ -96,16 +95,6 @@ class Installed:
                 "dynamo_backend, dynamo_plugin and `dynamo_config` of the yaml out; compile_options= takes "
                 "Inductor's options"
             )
-
-    @property
-    def plan(self) -> Plan | None:
-        """The plan in force; None before the first training step, or when nothing could be planned."""
-        return self.session.plan if self.session is not None else None
-
-    @property
-    def reports(self) -> list[PeakReport]:
-        """One `PeakReport` for each measured optimizer step."""
-        return self.session.reports if self.session is not None else []
 
     @property
     def report(self) -> str:

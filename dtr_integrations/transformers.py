@@ -9,16 +9,15 @@ from typing import Any
 from transformers import TrainerCallback
 
 from .config import DTRConfig
-from .core.peak import PeakReport
-from .core.plan import Plan
 from .errors import ConfigError
 from .own_loop import TrainerSession
 from .pipeline import silent
+from .session import SessionHolder
 
 __all__ = ["AutoCheckpoint"]
 
 
-class AutoCheckpoint(TrainerCallback):  # type: ignore[misc, unused-ignore]
+class AutoCheckpoint(SessionHolder, TrainerCallback):  # type: ignore[misc, unused-ignore]
     """Keeps a run of the Hugging Face `Trainer` under an absolute memory budget, at the least slowdown.
 
         Trainer(model, args, train_dataset=..., callbacks=[AutoCheckpoint(budget="70GB")])
@@ -49,16 +48,6 @@ class AutoCheckpoint(TrainerCallback):  # type: ignore[misc, unused-ignore]
     def __init__(self, budget: str, **config: Any) -> None:
         self.config = DTRConfig.from_any(budget=budget, **config)
         self.session: TrainerSession | None = None
-
-    @property
-    def plan(self) -> Plan | None:
-        """The plan in force; None before the first training step, or when nothing could be planned."""
-        return self.session.plan if self.session is not None else None
-
-    @property
-    def reports(self) -> list[PeakReport]:
-        """One `PeakReport` for each measured optimizer step of the last `train`."""
-        return self.session.reports if self.session is not None else []
 
     def close(self) -> None:
         """Restore the model after a `train` that raised (one that ends has done so)."""

@@ -50,7 +50,7 @@ class Stage:
             value = place.get(_ABSENT)
             try:
                 _put(place, self._held.pop(place))
-            except (AttributeError, TypeError):  # such as a member of an Enum: there is no twin of it
+            except Exception:  # such as a member of an Enum, which cannot be set: there is no twin of it
                 continue
             real[place] = value
         return real

@@ -6,7 +6,8 @@ graph saves, `peaks` measures steps, `notices` is what a user is told.
 
 from __future__ import annotations
 
+from .holder import SessionHolder
 from .lifecycle import BudgetSession, read_plan
 from .notices import shown
 
-__all__ = ["BudgetSession", "read_plan", "shown"]
+__all__ = ["BudgetSession", "SessionHolder", "read_plan", "shown"]
