@@ -116,11 +116,13 @@ def test_small_outputs_of_compiled_graphs_are_known() -> None:
             mask = (torch.arange(4) < lengths[:, None]).float()
             places = torch.nonzero(mask)[:, 1]
             kept = bool(torch.rand([]) < 0.1)
+            wide = mask[:, None].expand(-1, 200_000, -1) - 1.0  # 6.4 MB: known only on the way
+            hidden = (wide[:, 0] < 0).sum()
             torch._dynamo.graph_break()
-            queue.put((tuple(places.shape), kept, bool(torch.isnan(x).any())))
+            queue.put((tuple(places.shape), kept, bool(torch.isnan(x).any()), int(hidden)))
             return self.linear(x)
 
     capture(ModuleStep(model=Reads(), args=(torch.randn(2, 4), torch.tensor([1, 3]))))
     seen = [queue.get() for _ in range(queue.qsize())]
-    assert seen == [((4,), False, False)] * len(seen)
+    assert seen == [((4,), False, False, 4)] * len(seen)
     assert seen

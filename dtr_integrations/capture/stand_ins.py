@@ -2,7 +2,7 @@
 
 A step may read numbers off tensors (`loss.item()`), branch on them, or ask for shapes that depend on them
 (`x[mask]`). What does not depend on parameters is *known* and is computed for real beside the fake run:
-integers, masks and small floats of the batch, buffers and constants, and what follows from them. For the rest
+small tensors of the batch, buffers and constants, and what follows from them. For the rest
 there are stand-ins: numbers are 1, conditions are as in a run that goes well (values are finite, comparisons
 hold), a mask selects everything, one random number is the median of its distribution (so that a layer that is
 dropped one time in ten is there).
@@ -33,8 +33,8 @@ _CHECK_FINITE = _aten._amp_foreach_non_finite_check_and_unscale_
 _TOTALS = (_aten.sum, _aten.mean, _aten.count_nonzero, _aten.any, _aten.amax, _aten.max)
 _COPIES = (_aten._to_copy, _aten.clone, _aten.detach, _aten.view, torch.ops.prims.convert_element_type)
 _UNSET = (_aten.empty.memory_format, _aten.empty_strided.default, _aten.empty_like.default)
-_LARGEST_BYTES = 4 << 20  # of a known tensor of integers or a mask
-_LARGEST_FLOAT_BYTES = 64 << 10
+_LARGEST_BYTES = 4 << 20  # of a tensor whose value is kept
+_LARGEST_PASSING_BYTES = 256 << 20  # of one that is only on the way to a small one, inside a graph
 _DRAWS = 31  # of which a lone random number is the median
 
 
@@ -143,10 +143,13 @@ class StandIns:
             if isinstance(node, fx.Node) and isinstance(out, FakeTensor) and _is_small(out)
         ]
         needed = _ancestors(node for node, _ in wanted)
+        order = [node for node in nodes if node in needed]
+        last_reader = {read: node for node in order for read in node.all_input_nodes}
+        last_reader |= dict.fromkeys((node for node, _ in wanted), nodes[-1])
         known: dict[fx.Node, Any] = {}
         false: set[fx.Node] = set()
         with _real():
-            for node in (n for n in nodes if n in needed):
+            for node in order:
                 if node.op == "placeholder":
                     if given.get(node) is not None:
                         known[node] = given[node]
@@ -161,6 +164,9 @@ class StandIns:
                             known[node] = torch.zeros(total.shape, dtype=total.dtype)
                     elif _fails(node.target, node.args, lambda n: n in false):
                         false.add(node)
+                for read in node.all_input_nodes:
+                    if last_reader[read] is node:
+                        known.pop(read, None)
         for node, out in wanted:
             if isinstance(known.get(node), torch.Tensor) and known[node].shape == out.shape:
                 self.know(out, known[node])
@@ -178,7 +184,7 @@ class StandIns:
         if "inductor_random" in name:
             draw = torch.randn if "randn" in args else torch.rand
             return _drawn(lambda: draw(value.shape, dtype=value.dtype)) if _is_small(value) else None
-        if isinstance(value, torch.Tensor) and not _is_small(value):
+        if isinstance(value, torch.Tensor) and not _is_small(value, _LARGEST_PASSING_BYTES):
             return None
         if isinstance(target, torch._ops.OpOverload) and not _is_plain(target):
             return None
@@ -279,10 +285,9 @@ def _is_plain(func: Any) -> bool:
     return getattr(func, "namespace", "") in ("aten", "prims")
 
 
-def _is_small(tensor: torch.Tensor) -> bool:
+def _is_small(tensor: torch.Tensor, limit: int = _LARGEST_BYTES) -> bool:
     if tensor.layout is not torch.strided or not all(isinstance(size, int) for size in tensor.shape):
         return False
-    limit = _LARGEST_FLOAT_BYTES if tensor.is_floating_point() or tensor.is_complex() else _LARGEST_BYTES
     return tensor.numel() * tensor.element_size() <= limit
 
 
