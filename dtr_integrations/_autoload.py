@@ -2,8 +2,9 @@
 
 torch calls `autoload` at the end of `import torch` (entry point group `torch.backends`). In Accelerate's own
 launcher, whose parser knows neither `--config` nor a section `dtr:`, the section is taken out of the yaml
-before the command line is read, and its place goes into the environment. In the workers that inherit it, the
-first `Accelerator.prepare` installs a budget. Every other process is left as it is: nothing but the standard
+before the command line is read, and its place goes into the environment; and where several processes on CPU
+are asked for, they are started without mpirun. In the workers that inherit it, the first
+`Accelerator.prepare` installs a budget. Every other process is left as it is: nothing but the standard
 library is loaded here, nothing is ever raised, and `DTR_AUTOLOAD=0` turns it off.
 """
 
@@ -15,13 +16,15 @@ import os
 import shutil
 import sys
 import tempfile
-from collections.abc import MutableMapping
+from collections.abc import Mapping, MutableMapping
 from typing import Any
 
 CONFIG = "DTR_CONFIG_FILE"  # in the environment of launcher and workers: a yaml with the section `dtr:`
 SWITCH = "DTR_AUTOLOAD"
 
-_OPTIONS = ("--config", "--config_file", "--config-file")
+# Variables that mpirun sets, and options that ask for another launcher than that of plain processes.
+_MPI_SIZES = ("PMI_SIZE", "OMPI_COMM_WORLD_SIZE", "MV2_COMM_WORLD_SIZE")
+_OTHER_LAUNCHERS = ("tpu", "use_deepspeed", "use_fsdp", "use_megatron_lm")
 
 # Options of `accelerate launch` without a value: what follows one may be the script.
 _FLAGS = frozenset(
@@ -52,22 +55,62 @@ def without_section(arguments: list[str], environment: MutableMapping[str, str])
     copy without it, and `environment` the section. Otherwise they are returned as they are, and Accelerate
     says what it says. What follows the script belongs to the script.
     """
+    options, end = _options_of(arguments)
+    given = next((option for option in options if option[0] in ("config", "config_file")), None)
+    if given is None:
+        return arguments
+    _, path, start, stop = given
+    taken = _taken_apart(path, environment)
+    if taken is None:
+        return arguments
+    rest, text = taken
+    launcher = [*arguments[:start], "--config_file", rest, *arguments[stop:end]]
+    values = _scalars(text) | {name: value for name, value, *_ in options}
+    return [*_on_cpu(launcher, values, environment), *arguments[end:]]
+
+
+def _options_of(arguments: list[str]) -> tuple[list[tuple[str, str, int, int]], int]:
+    """The launcher's own options as (name, value, from, to), and where the script begins. A name is without
+    dashes in front and with underscores inside; a flag's value is `true`."""
+    options = []
     at = 0
     while at < len(arguments) and arguments[at].startswith("-"):
         name, equals, value = arguments[at].partition("=")
-        if name in _OPTIONS:
-            last = at if equals else at + 1
-            value = value if equals else "".join(arguments[last : last + 1])
-            rest = _taken_apart(value, environment)
-            if rest is None:
-                return arguments
-            return [*arguments[:at], "--config_file", rest, *arguments[last + 1 :]]
-        at += 1 if equals or name in _FLAGS else 2
-    return arguments
+        stop = at + (1 if equals or name in _FLAGS else 2)
+        if not equals:
+            value = "true" if name in _FLAGS else "".join(arguments[at + 1 : stop])
+        options.append((name.lstrip("-").replace("-", "_"), value, at, stop))
+        at = stop
+    return options, min(at, len(arguments))
 
 
-def _taken_apart(path: str, environment: MutableMapping[str, str]) -> str | None:
-    """The path of a copy of the yaml without its section `dtr:`; None where there is no such section."""
+def _on_cpu(
+    launcher: list[str], values: Mapping[str, str], environment: MutableMapping[str, str]
+) -> list[str]:
+    """The launcher's options that start as many processes on CPU as yaml and options (`values`) ask for.
+
+    Accelerate leaves several processes on CPU to mpirun and starts a single one without it. Its launcher of
+    GPU processes (torchrun) starts them too, and they learn from the environment what they run on.
+    """
+
+    def says(name: str) -> bool:
+        return values.get(name, "").lower() in ("true", "yes", "on", "1")
+
+    processes = values.get("num_processes", "")
+    if not (says("cpu") or says("use_cpu")) or not processes.isdigit() or int(processes) < 2:
+        return launcher
+    if any(name.startswith("mpirun") for name in values) or any(name in environment for name in _MPI_SIZES):
+        return launcher
+    kind = values.get("distributed_type", "").upper()
+    if kind not in ("MULTI_CPU", "MULTI_GPU", "NO") or any(says(name) for name in _OTHER_LAUNCHERS):
+        return launcher
+    environment["ACCELERATE_USE_CPU"] = "true"
+    return ["--multi_gpu", *(option for option in launcher if option not in ("--cpu", "--multi_gpu"))]
+
+
+def _taken_apart(path: str, environment: MutableMapping[str, str]) -> tuple[str, str] | None:
+    """The path of a copy of the yaml without its section `dtr:`, and its text; None where there is no such
+    section."""
     if not os.path.isfile(path):
         return None
     with open(path, encoding="utf-8") as file:
@@ -84,7 +127,18 @@ def _taken_apart(path: str, environment: MutableMapping[str, str]) -> str | None
             file.write(text)
     first, second = names
     environment[CONFIG] = os.path.join(directory, first)
-    return os.path.join(directory, second)
+    return os.path.join(directory, second), rest
+
+
+def _scalars(text: str) -> dict[str, str]:
+    """The top-level entries of a yaml whose value is one word, as text; a nested one has an empty value."""
+    found = {}
+    for line in text.splitlines():
+        name, colon, value = line.partition(":")
+        if colon and line[:1] not in (" ", "\t", "#", "-"):
+            words = value.partition(" #")[0].strip()
+            found[name.strip().strip("'\"")] = words.strip("'\"")
+    return found
 
 
 def split_section(text: str) -> tuple[str, str]:

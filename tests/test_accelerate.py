@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 import warnings
@@ -169,3 +170,44 @@ def test_accelerate_launch_with_a_section_and_an_unchanged_script(tmp_path: Path
     record = json.loads(line)
     assert record["budget_bytes"] == 10**9
     assert record["plan_digest"]
+
+
+TWO = """
+import torch
+from accelerate import Accelerator
+from torch import nn
+engine = Accelerator()
+assert engine.num_processes == 2, engine.num_processes
+assert engine.device.type == "cpu", engine.device
+torch.manual_seed(0)
+model = nn.Sequential(*[nn.Sequential(nn.Linear(32, 32), nn.GELU()) for _ in range(4)])
+optimizer = torch.optim.AdamW(model.parameters())
+model, optimizer = engine.prepare(model, optimizer)
+for _ in range(3):
+    optimizer.zero_grad()
+    engine.backward(model(torch.ones(64, 32)).square().mean())
+    optimizer.step()
+"""
+
+
+def test_the_config_for_two_processes_starts_two(tmp_path: Path) -> None:
+    """The literal command, with the file of this repository."""
+    config = Path(__file__).parents[1] / "configs" / "cpu-2proc.yaml"
+    (tmp_path / "train.py").write_text(TWO)
+    launcher = Path(sys.executable).with_name("accelerate")
+    done = subprocess.run(
+        [str(launcher), "launch", "--config", str(config), "train.py"],
+        cwd=tmp_path,
+        env={name: value for name, value in os.environ.items() if name != "ACCELERATE_USE_CPU"},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    peaks = [tmp_path / "runs" / "cpu-2proc" / f"peaks-rank{rank}.jsonl" for rank in range(2)]
+    records = [json.loads(path.read_text().splitlines()[0]) for path in peaks]
+    assert [record["rank"] for record in records] == [0, 1]
+    assert len({record["plan_digest"] for record in records}) == 1
+    for record in records:
+        assert record["world_size"] == 2
+        assert record["peak_allocated_bytes"] <= record["budget_bytes"]

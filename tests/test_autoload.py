@@ -65,6 +65,59 @@ def test_the_launchers_arguments_are_rewritten_and_not_the_scripts(
     assert DTRConfig.from_any(environment[CONFIG]).budget == "70GB"
 
 
+ON_CPU = "distributed_type: MULTI_CPU\nuse_cpu: true\nnum_processes: 2\n"
+
+
+def launched(tmp_path: Path, text: str, arguments: str, **environment: str) -> tuple[list[str], str]:
+    """The launcher's options without the yaml, and what the workers are told to run on."""
+    (tmp_path / "dtr.yaml").write_text(f"dtr: {{budget: 70GB}}\n{text}")
+    given = [*f"--config {tmp_path / 'dtr.yaml'} {arguments}".split(), "train.py", "--cpu"]
+    new = without_section(given, environment)
+    assert new[-2:] == ["train.py", "--cpu"]
+    at = new.index("--config_file")
+    assert CONFIG in environment
+    return [*new[:at], *new[at + 2 : -2]], environment.get("ACCELERATE_USE_CPU", "")
+
+
+@pytest.mark.parametrize(
+    ("text", "arguments", "options"),
+    [
+        (ON_CPU, "", ["--multi_gpu"]),
+        (ON_CPU.replace("2", "'2'  # as many"), "", ["--multi_gpu"]),
+        (ON_CPU.replace("MULTI_CPU", "MULTI_GPU"), "--multi_gpu", ["--multi_gpu"]),
+        (ON_CPU.replace("2", "1"), "--num-processes=2", ["--multi_gpu", "--num-processes=2"]),
+        (
+            "distributed_type: 'NO'\n",
+            "--num_processes 2 --cpu --debug",
+            ["--multi_gpu", "--num_processes", "2", "--debug"],
+        ),
+    ],
+)
+def test_several_processes_on_cpu_are_started_without_mpirun(
+    tmp_path: Path, text: str, arguments: str, options: list[str]
+) -> None:
+    assert launched(tmp_path, text, arguments) == (options, "true")
+
+
+@pytest.mark.parametrize(
+    ("text", "arguments", "environment"),
+    [
+        (ON_CPU.replace("2", "1"), "", {}),
+        (ON_CPU.replace("use_cpu: true", "use_cpu: false"), "", {}),
+        (ON_CPU.replace("MULTI_CPU", "FSDP"), "", {}),
+        (f"{ON_CPU}mpirun_config:\n  mpirun_hostfile: hosts\n", "", {}),
+        (ON_CPU, "--mpirun_hostfile hosts", {}),
+        (ON_CPU, "--use_deepspeed", {}),
+        (ON_CPU, "", {"OMPI_COMM_WORLD_SIZE": "2"}),
+        ("distributed_type: MULTI_GPU\nnum_processes: 8\n", "", {}),
+    ],
+)
+def test_every_other_launcher_is_accelerates_choice(
+    tmp_path: Path, text: str, arguments: str, environment: dict[str, str]
+) -> None:
+    assert launched(tmp_path, text, arguments, **environment) == (arguments.split(), "")
+
+
 @pytest.mark.parametrize(
     "arguments",
     [
