@@ -57,6 +57,8 @@ _NEEDED: dict[str, tuple[str, ...]] = {
         "fx_graph_cache",
         "fx_graph_remote_cache",
     ),
+    # a mode that is entered in one place and left in another (torch/overrides.py)
+    "torch.overrides": ("_get_current_function_mode_stack", "_pop_mode", "_push_mode"),
     "torch._inductor.lowering": ("lowerings", "fallbacks"),
     # torch's own partition, and the last step of ours (torch/_functorch/partitioners.py)
     "torch._functorch.partitioners": (
@@ -193,6 +195,7 @@ __all__ = [
     "compiler_lock",
     "copied_graph",
     "cpp",
+    "default_store",
     "extracted",
     "get_hash_for_files",
     "inductor_config",
@@ -202,6 +205,7 @@ __all__ = [
     "never_traced",
     "partitioners",
     "preserve_node_ordering",
+    "remove_function_mode",
     "top_saved_tensors_hooks",
 ]
 
@@ -305,6 +309,26 @@ def unlogged() -> Iterator[None]:
 def keeps_graph() -> bool:
     """Inside a backward: whether what it reads is kept for another one (`retain_graph`, `create_graph`)."""
     return bool(torch._C._autograd._get_current_graph_task_keep_graph())
+
+
+def default_store() -> Any:
+    """The store of the default process group. (Not probed: a torch without distributed has none.)"""
+    from torch.distributed.distributed_c10d import _get_default_store
+
+    return _get_default_store()
+
+
+def remove_function_mode(mode: Any) -> None:
+    """Take a `TorchFunctionMode` off the stack, wherever in it it is; nothing if it is not there."""
+    from torch.overrides import _get_current_function_mode_stack, _pop_mode, _push_mode
+
+    if all(other is not mode for other in _get_current_function_mode_stack()):
+        return
+    above = []
+    while (top := _pop_mode()) is not mode:
+        above.append(top)
+    for other in reversed(above):
+        _push_mode(other)
 
 
 @contextlib.contextmanager

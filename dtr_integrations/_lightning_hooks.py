@@ -108,11 +108,16 @@ class AutoCheckpointHooks(SessionHolder):
             step = LightningStep(namespace=self.namespace, trainer=trainer, module=pl_module, batch=batch)
             if self._targets is None:
                 self._targets = tuple(self.config.targets or step.called())
-                session.install(_modules(pl_module, self._targets))
+                session.install(_modules(pl_module, self._targets), after_call=_nothing)
             session.prepare(dataclasses.replace(step, targets=self._targets))
             self._planned_bytes = live_bytes(tensors_in(batch))
         if session.should_measure(last_step=1 if _is_one_step(trainer) else None) and self._is_typical(batch):
             self._trace = session.open_trace(batch)
+
+    def on_before_backward(self, trainer: Any, pl_module: Any, loss: Any) -> None:
+        """All targets are compiled by the first backward: wait for the other ranks there."""
+        if self.session is not None:
+            self.session.compiled()
 
     def on_train_batch_end(
         self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int
@@ -195,6 +200,10 @@ def _logger_directory(trainer: Any) -> str | None:
     if directory is not None and "://" in str(directory):
         directory = None
     return trainer.strategy.broadcast(directory)  # type: ignore[no-any-return]
+
+
+def _nothing(*_: Any) -> None:
+    """Lightning says when the forward is over."""
 
 
 def _is_one_step(trainer: Any) -> bool:

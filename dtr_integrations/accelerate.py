@@ -61,9 +61,9 @@ def install(accelerator: Accelerator, *, budget: str, **config: Any) -> Installe
 
     The model's first training call is planned before it runs: forward, the loss in its output, backward,
     `gradient_accumulation_steps` and the optimizer's step, on tensors without data. What the loop makes of
-    the output is not seen before step 1; a measured step over the budget is planned again with what it
-    showed. Peaks of sampled steps go to the accelerator's trackers, if it has any, and, with a `run_dir` or
-    the accelerator's `project_dir`, to `peaks-rank{i}.jsonl`.
+    the output is seen in the first step, and the second is planned with it; a measured step over the budget
+    is planned again with what it showed. Peaks of sampled steps go to the accelerator's trackers, if it has
+    any, and, with a `run_dir` or the accelerator's `project_dir`, to `peaks-rank{i}.jsonl`.
 
     Raises:
         ConfigError: a wrong key or value (a `ValueError`); an accelerator that compiles on its own.

@@ -28,7 +28,8 @@ def auto_checkpoint(
         session.close()
 
     The module is compiled in place (`state_dict` keys do not change); the first training call plans, before
-    it runs. Evaluation and `no_grad` calls run eagerly.
+    it runs. Evaluation and `no_grad` calls run eagerly. In a process group every rank calls this: they begin
+    together or not at all.
 
     Args:
         model: the module that the training loop calls.
@@ -42,14 +43,23 @@ def auto_checkpoint(
     Raises:
         ConfigError: a wrong key, value or budget (a `ValueError`).
         BudgetInfeasible: at the first training call, when no plan fits.
+        RankFailed: there, when another rank cannot go on.
     """
     from .config import DTRConfig
+    from .distributed import place_in_group
     from .own_loop import ModuleSession
 
     settings = DTRConfig.from_any(budget=budget, **config)
     _check_module(model)
     _check_optimizer(optimizer, model)
-    return ModuleSession(settings, model, optimizers=() if optimizer is None else (optimizer,))
+    rank, world_size = place_in_group()
+    return ModuleSession(
+        settings,
+        model,
+        optimizers=() if optimizer is None else (optimizer,),
+        rank=rank,
+        world_size=world_size,
+    )
 
 
 def plan(

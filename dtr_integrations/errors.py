@@ -11,6 +11,7 @@
         ├── CertifyError           (RuntimeError)  the dry run of a plan failed
         ├── CompileError           (RuntimeError)  torch.compile fails, and fallback="error"
         ├── VerificationFailed     (RuntimeError)  training by the plan differs from training without it
+        ├── RankFailed             (RuntimeError)  another rank cannot go on, so none does
         ├── OperatorLogError       (ValueError)    an operator log cannot be read
         ├── ProfilerActive         (RuntimeError)  measuring would break somebody's profiler
         ├── UnsupportedTorch       (ImportError)   this torch lacks something we rely on
@@ -46,6 +47,7 @@ __all__ = [
     "PlanMismatch",
     "PlanWarning",
     "ProfilerActive",
+    "RankFailed",
     "UnsupportedTorch",
     "VerificationFailed",
 ]
@@ -237,6 +239,32 @@ class VerificationFailed(DTRError, RuntimeError):
     def __init__(self, message: str, *, report: Any = None) -> None:
         self.report = report
         super().__init__(message if report is None else f"{message}\n{report}")
+
+
+class RankFailed(DTRError, RuntimeError):
+    """A rank of this run cannot go on, so none does. Every rank raises this, with the same text, but the one
+    that failed, which raises its own error.
+
+    Remedy: look at what that rank says itself. A rank that is slow and not dead gives signs of life; where
+    something keeps Python from running for longer than ``DTR_RANK_TIMEOUT`` (seconds, 45 by default), raise
+    that.
+
+    Args:
+        rank: The rank that cannot go on.
+        stage: What was done when that came out: ``"planning"`` or ``"compiling"``.
+        reason: Why it cannot.
+
+    Attributes:
+        rank, stage, reason: As given.
+    """
+
+    rank: int
+    stage: str
+    reason: str
+
+    def __init__(self, *, rank: int, stage: str, reason: str) -> None:
+        self.rank, self.stage, self.reason = rank, stage, reason
+        super().__init__(f"rank {rank} cannot go on, found while {stage}; no rank trains. It {reason}")
 
 
 class OperatorLogError(DTRError, ValueError):

@@ -3,33 +3,48 @@ front doors without a batch in their hooks are built on."""
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 import warnings
+import weakref
 from collections.abc import Callable
 from typing import Any
 
 import torch
 
-from .capture.source import ModuleStep
-from .errors import ConfigError, NothingPlanned
+from .capture.called import calls_inside
+from .capture.seen import LoopWatch, SeenForward
+from .capture.source import ModuleStep, tensors_of
+from .capture.step import reason
+from .errors import BudgetInfeasible, ConfigError, NothingPlanned
+from .measure import live_bytes
+from .pipeline import Planned
 from .session import BudgetSession
+from .units import format_bytes
 
 log = logging.getLogger("dtr_integrations")
+_NEGLIGIBLE = 0.001  # of a step's dynamic bytes
 OLD_GRADIENTS = "old gradients are still there when the next forward runs"
 
 
 class CalledSession(BudgetSession):
     """Plans at the module's first training call, from its arguments.
 
-    It sees the call and not the loss around it, so the loss is taken to be `default_loss` of the output,
-    which costs next to nothing.
+    It sees the call and not the loss around it. So in the first step it watches what the loop makes of the
+    output and how long it holds that (`LoopWatch`), and if that is anything the second step is planned with
+    it. In the first, an output without a loss in it is taken to get one as large as a cross-entropy.
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self.zero_after_forward = False  # whether old gradients live beside the activations
         self.micro_batches = 1
-        self.install(_not_compiled(target_modules(self.model, self._targets())), self._before_call)
+        self._watch: LoopWatch | None = None
+        self._watches = self._assumes = self._targets() == ("",)  # what the loop does is not known yet
+        self._seen: SeenForward | None = None
+        self._last_output: list[weakref.ref[torch.Tensor]] = []
+        modules = _not_compiled(target_modules(self.model, self._targets()))
+        self.install(modules, self._before_call, self._after_call)
 
     def holds_gradients(self) -> bool:
         """Whether a parameter has a gradient now."""
@@ -42,20 +57,107 @@ class CalledSession(BudgetSession):
         )
         self._settled = False
 
+    def close(self) -> None:
+        """See `BudgetSession.close`."""
+        self._look_away()
+        super().close()
+
     def _before_call(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if self._watch is not None and self._watch.over:
+            self._look_at_loop(self._watch)
+        settled = self._settled
         if self.plans_for((args, kwargs)):
-            self.prepare(
-                ModuleStep(
-                    model=self.model,
-                    args=args,
-                    kwargs=kwargs,
-                    optimizer=self.optimizers[0] if self.optimizers else None,
-                    targets=self._targets(),
-                    context=_live_autocast(self.device.type),
-                    zero_after_forward=self.zero_after_forward,
-                    micro_batches=self.micro_batches,
-                )
+            if settled:  # the batch has grown, and what was seen belongs to a smaller one
+                self._seen = None
+                self._assumes = self._watches = self._targets() == ("",)
+            self.prepare(self._source(args, kwargs))
+            if self._seen is not None:
+                self._seen = self._seen.forget_batch()
+        if self._watches and self.plan is not None:
+            self._watch = self._watch or LoopWatch(self.model, lambda: _live_autocast(self.device.type))
+            self._watch.called(args, kwargs)
+
+    def _after_call(self, name: str, out: Any) -> None:
+        self.compiled()
+        self._last_output = [weakref.ref(tensor) for tensor in tensors_of(out)]
+        if self._watch is not None:
+            self._watch.returned(out)
+
+    def _source(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> ModuleStep:
+        seen = self._seen
+        return ModuleStep(
+            model=self.model,
+            args=args if seen is None else (),
+            kwargs=kwargs if seen is None else {},
+            optimizer=self.optimizers[0] if self.optimizers else None,
+            targets=self._targets(),
+            context=_live_autocast(self.device.type),
+            zero_after_forward=self.zero_after_forward,
+            micro_batches=self.micro_batches,
+            assumes_loss=self._assumes,
+            seen=seen,
+        )
+
+    def _planned_for(self, source: Any, *, best_effort: bool, **others: Any) -> Planned:
+        if not (isinstance(source, ModuleStep) and source.assumes_loss and source.seen is None):
+            return super()._planned_for(source, best_effort=best_effort, **others)
+        try:
+            return super()._planned_for(source, best_effort=False, **others)
+        except BudgetInfeasible as error:
+            without = dataclasses.replace(source, assumes_loss=False)
+            try:
+                planned = super()._planned_for(without, best_effort=best_effort, **others)
+            except BudgetInfeasible:
+                raise error from None
+        log.warning(
+            "the budget leaves no room for a loss outside of %s as large as a cross-entropy over its output: "
+            "the first step is planned without one",
+            type(self.model).__name__,
+        )
+        return planned
+
+    def _look_at_loop(self, watch: LoopWatch) -> None:
+        """The first step's loop was watched to its end: plan again if there was anything in it."""
+        assert self.plan is not None
+        self._watch, self._watches = None, False
+        seen, fault = watch.seen(), watch.fault
+        dynamic_bytes = self.plan.predicted_allocated_bytes - self.plan.static_bytes
+        if seen is not None and seen.largest_bytes <= _NEGLIGIBLE * dynamic_bytes:
+            self._assumes = False
+            return
+        self._seen = seen
+        if seen is not None:
+            try:
+                calls_inside(self._source((), {}))
+            except Exception as error:
+                seen, fault = None, reason(error)
+        if seen is None:
+            self._seen = None
+            log.warning(
+                "the loss outside of %s is counted as large as a cross-entropy over its output: what the "
+                "loop does with that cannot be done again on tensors without data (%s)",
+                type(self.model).__name__,
+                fault,
             )
+            return
+        log.info(
+            "the loop makes a loss of the output by %d operations on tensors of up to %s: planning again "
+            "with them",
+            seen.functions,
+            format_bytes(seen.largest_bytes),
+        )
+        self._settled, self._grown = False, True
+        # A trace on the CPU does not see the loop's own tensors, such as targets; each step's are as large.
+        self._unseen_batch_bytes = live_bytes(seen.besides_the_model())
+
+    def _end_of_step(self) -> None:
+        if self._watch is not None:
+            self._watch.stepped()
+
+    def _look_away(self) -> None:
+        if self._watch is not None:
+            self._watch.suspend()
+            self._watch = None
 
 
 class ModuleSession(CalledSession):
@@ -88,6 +190,7 @@ class ModuleSession(CalledSession):
         self._hooks = []
 
     def _stepped(self, *_: Any) -> None:
+        self._end_of_step()
         self._optimizer_steps += 1
         if not self._in_step:
             self.step_count += 1
@@ -138,6 +241,7 @@ class TrainerSession(CalledSession):
 
     def end_step(self) -> Any:
         """The optimizer has stepped. Returns the step's `PeakReport` if it was measured, else None."""
+        self._end_of_step()
         trace, self._trace = self._trace, None
         if trace is not None:
             self.close_trace(trace)
@@ -160,7 +264,8 @@ class TrainerSession(CalledSession):
             self.plan_again(OLD_GRADIENTS)
         super()._before_call(name, args, kwargs)
         if begins and self.should_measure(last_step=self._last_step):
-            self._trace = self.open_trace((args, kwargs))
+            still_held = [tensor for ref in self._last_output if (tensor := ref()) is not None]
+            self._trace = self.open_trace((args, kwargs, still_held))
 
     def _abandon(self) -> None:
         if self._trace is not None:

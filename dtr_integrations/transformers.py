@@ -25,8 +25,8 @@ class AutoCheckpoint(SessionHolder, TrainerCallback):  # type: ignore[misc, unus
     The model's first training call is planned before it runs: forward, the loss in its output, backward,
     gradient accumulation and the optimizer's step, on tensors without data. It is then compiled in place by
     that plan; checkpoint keys do not change, and evaluation and prediction run eagerly. What a
-    `compute_loss_func` or an own `compute_loss` makes of the output is not seen before step 1; a measured
-    step over the budget is planned again with what it showed.
+    `compute_loss_func` or an own `compute_loss` makes of the output is seen in the first step, and the second
+    is planned with it; a measured step over the budget is planned again with what it showed.
 
     `Trainer.train` raises `BudgetInfeasible` before the first step when no plan fits. Peaks of sampled steps
     go to `state.log_history` (`dtr/peak_bytes/rank{i}` and others) and to `peaks-rank{i}.jsonl` in

@@ -39,6 +39,8 @@ class InPlace:
         self._before_call = before_call
         self._failed = failed
         self._backend: Callable[..., Any] | None = None
+        # (module's name, what it returned): called after each training call of a module.
+        self.after_call: Callable[[str, Any], None] = lambda name, out: None
         # (module's name, torch's recompile limit): told once that a module gets its last graph.
         self.last_graph: Callable[[str, int], None] = lambda name, limit: None
         # (module's name): told once that a graph is kept for another backward though `donates` was in force.
@@ -113,8 +115,14 @@ class _PlannedCall:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if not self.module.training or not torch.is_grad_enabled():
             return self.eager(*args, **kwargs)
-        if self.outer:
-            self.owner._before_call(self.name, args, kwargs)
+        if not self.outer:
+            return self._trained(args, kwargs)
+        self.owner._before_call(self.name, args, kwargs)
+        out = self._trained(args, kwargs)
+        self.owner.after_call(self.name, out)
+        return out
+
+    def _trained(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if self.compiled is None:
             if self.backend is None:
                 return self.eager(*args, **kwargs)

@@ -54,6 +54,7 @@ class StorageCounter:
         self.ledger = ledger
         self.scratch = scratch
         self.counting = True
+        self.making = "transient"  # the kind of what ops make now
         self._depth = 0
         self._kept_numbers = 0
         self.stand_ins = StandIns()
@@ -168,7 +169,7 @@ class StorageCounter:
             self.ledger.birth(_SCRATCH_KEY, size_bytes)
             self.ledger.death(_SCRATCH_KEY)
 
-    def watch(self, tensor: torch.Tensor, kind: str = "transient", *, least_bytes: int = 0) -> None:
+    def watch(self, tensor: torch.Tensor, kind: str = "", *, least_bytes: int = 0) -> None:
         """Count the tensor's storage from now until it dies, as `least_bytes` if it seems smaller."""
         if tensor.layout is torch.sparse_coo:
             self.watch(tensor._indices(), kind)
@@ -186,7 +187,7 @@ class StorageCounter:
             ledger.death(key)
 
         watched[key] = weakref.ref(storage, died)
-        ledger.birth(key, max(storage.nbytes(), least_bytes), kind)
+        ledger.birth(key, max(storage.nbytes(), least_bytes), kind or self.making)
 
     def holders(self, tensor: torch.Tensor) -> list[weakref.ref[Any]]:
         """The tensors through which the program holds the storage: this one, and views made of it from now
@@ -253,6 +254,22 @@ class FakeWorld(World):
                     if isinstance(value, torch.Tensor) and value.ndim == 0 and name == "step":
                         state[name] = torch.tensor(0.0, dtype=value.dtype)
         return twin
+
+    def empty(
+        self, size: tuple[int, ...], stride: tuple[int, ...], dtype: torch.dtype, device: torch.device
+    ) -> torch.Tensor:
+        """See `World.empty`."""
+        with self.mode:
+            return torch.empty_strided(size, stride, dtype=dtype, device=device)
+
+    @contextlib.contextmanager
+    def making(self, kind: str) -> Iterator[None]:
+        """See `World.making`."""
+        before, self.counter.making = self.counter.making, kind
+        try:
+            yield
+        finally:
+            self.counter.making = before
 
     @contextlib.contextmanager
     def _copying(self) -> Iterator[None]:

@@ -8,9 +8,10 @@ clipping, optimizer.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterable, Mapping, Sequence
+import itertools
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from torch import nn
@@ -18,6 +19,9 @@ from torch.utils import _pytree as pytree
 
 from ..errors import CaptureError
 from .world import World
+
+if TYPE_CHECKING:
+    from .seen import SeenForward
 
 
 @dataclass(kw_only=True)
@@ -76,15 +80,39 @@ def default_loss(output: Any) -> torch.Tensor:
         return loss
     if isinstance(output, torch.Tensor) and output.ndim == 0:
         return output
-    leaves = pytree.tree_leaves(output if not hasattr(output, "__dataclass_fields__") else vars(output))
-    for leaf in leaves:
-        if isinstance(leaf, torch.Tensor) and leaf.is_floating_point():
-            return leaf.float().mean()
+    for tensor in tensors_of(output):
+        if tensor.is_floating_point():
+            return tensor.float().mean()
     raise CaptureError(
         f"the model returned {type(output).__name__} without a floating tensor in it, "
         "so there is no loss to plan for. "
         "Pass loss_fn=, a function of the model's output that returns a scalar tensor."
     )
+
+
+def assumed_loss(output: Any) -> torch.Tensor:
+    """As `default_loss`; but where the output has no loss of its own, a cross-entropy over its last
+    dimension, which holds as much as most losses do, or more."""
+    loss = default_loss(output)
+    if not is_outside(output):
+        return loss
+    (tensor,) = itertools.islice(filter(torch.is_floating_point, tensors_of(output)), 1)
+    rows = tensor.float().reshape(-1, tensor.shape[-1] if tensor.ndim else 1)
+    return nn.functional.cross_entropy(rows, rows.new_zeros(len(rows), dtype=torch.long))
+
+
+def is_outside(output: Any) -> bool:
+    """Whether what a model returned has no loss in it (see `default_loss`), so that the loop makes one."""
+    if isinstance(output, torch.Tensor):
+        return output.ndim > 0
+    loss = output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", None)
+    return not isinstance(loss, torch.Tensor)
+
+
+def tensors_of(value: Any) -> Iterator[torch.Tensor]:
+    """The tensors in what a call took or returned, in an order that is the same for a twin of it."""
+    leaves = pytree.tree_leaves(vars(value) if hasattr(value, "__dataclass_fields__") else value)
+    return (leaf for leaf in leaves if isinstance(leaf, torch.Tensor))
 
 
 def _scalar(loss_fn: Callable[[Any], Any], output: Any, *, given: bool) -> torch.Tensor:
@@ -133,7 +161,9 @@ class ModuleStep:
     `micro_batches` > 1: gradients accumulate over that many forward/backward pairs before the optimizer
     steps. `zero_after_forward`: old gradients are dropped between forward and backward (as Lightning does),
     so they live beside the activations; otherwise they are dropped before the forward. `context()` wraps
-    forward and loss (autocast).
+    forward and loss (autocast). `assumes_loss`: an output without a loss in it is taken to get one that is as
+    large as a cross-entropy. `seen`: what a loop makes of the output and how long it holds it, seen in an
+    earlier step; in the place of the call and of its loss.
     """
 
     model: nn.Module
@@ -145,41 +175,92 @@ class ModuleStep:
     micro_batches: int = 1
     zero_after_forward: bool = False
     context: Callable[[], Any] | None = None
+    assumes_loss: bool = False
+    seen: SeenForward | None = None
 
     def build(self, world: World) -> FakeStep:
         """See `StepSource.build`."""
-        from .closure import twin_function  # which builds on this module
-
         world.place(self.model)
         world.place((self.args, dict(self.kwargs)))
         model = world.copy(self.model)
         zero_gradients(model.parameters())
         if not model.training:
             model.train()
-        args, kwargs = batch = world.copy((self.args, dict(self.kwargs)))
         optimizer = world.optimizer(self.optimizer) if self.optimizer is not None else None
-        loss_fn = default_loss if self.loss_fn is None else twin_function(self.loss_fn, world)
-
-        def loss_of() -> torch.Tensor:
-            with contextlib.nullcontext() if self.context is None else self.context():
-                return _scalar(loss_fn, model(*args, **kwargs), given=self.loss_fn is not None)
+        loop: _Loop = self.seen.twin(world, model) if self.seen is not None else self._plain(world, model)
 
         def run() -> None:
             for micro in range(self.micro_batches):
                 if micro == 0 and not self.zero_after_forward:
                     zero_gradients(model.parameters())
-                loss = loss_of()
+                loop.forward()
                 if micro == 0 and self.zero_after_forward:
                     zero_gradients(model.parameters())
-                loss.backward()
-                del loss
+                loop.backward()
             if optimizer is not None:
                 optimizer.step()
+            loop.stepped()
 
         return FakeStep(
             model=model,
             targets=self.targets,
             run=run,
             optimizers=() if optimizer is None else (optimizer,),
-            batch=lambda: batch,
+            batch=lambda: loop.outside,
         )
+
+    def _plain(self, world: World, model: nn.Module) -> _PlainLoop:
+        from .closure import twin_function  # which builds on this module
+
+        batch = world.copy((self.args, dict(self.kwargs)))
+        if self.loss_fn is not None:
+            loss_fn = twin_function(self.loss_fn, world)
+        else:
+            loss_fn = assumed_loss if self.assumes_loss else default_loss
+        return _PlainLoop(
+            model=model,
+            outside=batch,
+            loss_fn=loss_fn,
+            given=self.loss_fn is not None,
+            context=self.context or contextlib.nullcontext,
+        )
+
+
+class _Loop(Protocol):
+    """One micro-batch of a training loop over twins. `outside`: a pytree of what it refers to besides the
+    model."""
+
+    @property
+    def outside(self) -> Any: ...
+
+    def forward(self) -> None:
+        """The model's call and the loss."""
+
+    def backward(self) -> None:
+        """From the loss."""
+
+    def stepped(self) -> None:
+        """The optimizer has stepped."""
+
+
+@dataclass(kw_only=True)
+class _PlainLoop:
+    model: nn.Module
+    outside: Any
+    loss_fn: Callable[[Any], Any]
+    given: bool
+    context: Callable[[], Any]
+    loss: torch.Tensor | None = None
+
+    def forward(self) -> None:
+        args, kwargs = self.outside
+        with self.context():
+            self.loss = _scalar(self.loss_fn, self.model(*args, **kwargs), given=self.given)
+
+    def backward(self) -> None:
+        assert self.loss is not None
+        self.loss.backward()
+        self.loss = None
+
+    def stepped(self) -> None:
+        """It holds nothing."""

@@ -146,6 +146,7 @@ class DryRun:
     without_graph: tuple[str, ...]  # those of them of which torch.compile made no graph
     fingerprints: tuple[str, ...]  # of the graphs, by the index that regions use
     skips: bool = False  # there are optimizers, and none of them made a step
+    trained: tuple[str, ...] = ()  # parameters that have a gradient at the end
 
 
 def dry_step(
@@ -215,6 +216,7 @@ def dry_step(
             timeline=tuple(world.ledger.curve),
         )
         skips = bool(step.optimizers) and not stepped
+        trained = tuple(name for name, p in step.model.named_parameters() if p.grad is not None)
         del step
     return DryRun(
         profile=profile,
@@ -224,6 +226,7 @@ def dry_step(
         without_graph=tuple(name for name in targets.called if name not in targets.with_graph),
         fingerprints=tuple(graph.fingerprint for graph in watcher.graphs),
         skips=skips,
+        trained=trained,
     )
 
 
@@ -390,6 +393,7 @@ class Captured:
     without_graph: tuple[str, ...] = ()  # called targets of which torch.compile made no graph
     checkpointed: tuple[str, ...] = ()  # module paths inside the user's own activation checkpointing
     parts: Parts | None = None  # None: the source's targets
+    trained: tuple[str, ...] = ()  # parameters that have a gradient at the end of a step
 
     @property
     def left_out(self) -> Mapping[str, str]:
@@ -437,6 +441,7 @@ def capture(
         without_graph=run.without_graph,
         checkpointed=tuple(checkpointed),
         parts=parts,
+        trained=run.trained,
     )
 
 

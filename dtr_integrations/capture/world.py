@@ -77,6 +77,16 @@ class World:
                 setattr(twin, name, self.optimizer(value) if is_optimizer else self.copy(value))
         return twin
 
+    def empty(
+        self, size: tuple[int, ...], stride: tuple[int, ...], dtype: torch.dtype, device: torch.device
+    ) -> torch.Tensor:
+        """A tensor of this world that stands for one that is no longer there."""
+        return torch.empty_strided(size, stride, dtype=dtype, device=device).zero_()
+
+    def making(self, kind: str) -> contextlib.AbstractContextManager[None]:
+        """Whatever is made inside is of this kind, in worlds that count."""
+        return contextlib.nullcontext()
+
     def release(self) -> None:
         """Let go of the real objects: torch keeps compiled code, and through it this world, longer than
         anyone wants."""

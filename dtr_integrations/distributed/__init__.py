@@ -1,5 +1,15 @@
-"""What ranks share. On one rank: the reserve. (Agreement between ranks comes with the many-ranks doors.)"""
+"""What ranks share: the reserve, and whether they begin together."""
 
+from .agreement import Agreement, Limits, agreement_for, place_in_group
 from .reserve import Reserve, reserve_for
+from .standing import Standing
 
-__all__ = ["Reserve", "reserve_for"]
+__all__ = [
+    "Agreement",
+    "Limits",
+    "Reserve",
+    "Standing",
+    "agreement_for",
+    "place_in_group",
+    "reserve_for",
+]

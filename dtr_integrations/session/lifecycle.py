@@ -68,6 +68,7 @@ from .notices import (
     why_nothing,
 )
 from .peaks import StepPeaks
+from .ranks import Ranks, standing_of
 
 log = logging.getLogger("dtr_integrations")
 _MAX_REPLANS = 2
@@ -104,6 +105,7 @@ class BudgetSession:
         self.reports: list[PeakReport] = []
         self.trace: TracedPeak | None = None
         self.step_count = 0
+        self._ranks = Ranks(rank, world_size)
         self._progress = progress or (shown if config.progress else silent)
         self._budget_bytes: int | None = None
         self._in_place: InPlace | None = None
@@ -114,6 +116,7 @@ class BudgetSession:
         self._settled = False  # planned, or given up on
         self._closed = False
         self._parts: Parts | None = None  # what torch.compile can take, if that is not every target
+        self._carried: tuple[str, Parts] | None = None  # the digest and the parts that are compiled by
         self._failed: dict[str, str] = {}  # targets that failed when they ran for real, since the last plan
         self._batches = Batches()
         self._gradients = BetweenSteps()
@@ -121,6 +124,8 @@ class BudgetSession:
         self._unproven = False  # given up on because the dry run failed; the step may be at fault itself
         self._verified = False
         self._measured_before_plan = 0
+        # Of the batch, there before a trace on the CPU begins and not known to it.
+        self._unseen_batch_bytes = 0
         self._peaks = StepPeaks(model, self.optimizers, self.device)
         self._decisions = Decisions(self.device.type, self._measure_soon)
         self._log: PeakLog | None = None
@@ -179,26 +184,57 @@ class BudgetSession:
         return self.needs_plan
 
     def install(
-        self, targets: Mapping[str, nn.Module], before_call: Callable[..., None] | None = None
+        self,
+        targets: Mapping[str, nn.Module],
+        before_call: Callable[..., None] | None = None,
+        after_call: Callable[[str, Any], None] | None = None,
     ) -> None:
-        """Put the dispatchers into the target modules (names in `model`). Nothing is compiled yet."""
+        """Put the dispatchers into the target modules (names in `model`). Nothing is compiled yet.
+
+        `before_call` and `after_call` are called around each training call of a target. By default the first
+        step is taken to be `compiled` when a target has returned.
+        """
         self._installed = tuple(targets)
         self._in_place = InPlace(
             targets, before_call or (lambda name, args, kwargs: None), self._compile_failed
         )
         self._in_place.last_graph = lambda name, limit: warn_of_last_graph(self._named(name), limit)
         self._in_place.kept = self._graph_kept
+        self._in_place.after_call = after_call or (lambda name, out: self.compiled())
 
     def prepare(self, source: StepSource) -> None:
         """Plan the step that `source` describes and compile by it from now on. Before any real forward.
 
-        Raises `BudgetInfeasible`, `PlanMismatch`; `CaptureError` only with `fallback="error"`, otherwise the
-        modules run eagerly with a `NothingPlanned` warning. With `verify=True`, once: `VerificationFailed`
-        when training by the plan differs, `CaptureError` when that cannot be found out. The model, gradients
-        and random state are as before in every case.
+        With several ranks the first plan is agreed on: this returns when all have one.
+
+        Raises `BudgetInfeasible`, `PlanMismatch`, `RankFailed`; `CaptureError` only with `fallback="error"`,
+        otherwise the modules run eagerly with a `NothingPlanned` warning. With `verify=True`, once:
+        `VerificationFailed` when training by the plan differs, `CaptureError` when that cannot be found out.
+        The model, gradients and random state are as before in every case.
         """
         if self._closed:
             raise ConfigError("this session is closed; make a new one to train under a budget again")
+        if not self._ranks.is_to_agree:
+            self._plan_and_adopt(source)
+            return
+        try:
+            self._plan_and_adopt(source)
+        except BaseException as error:
+            self._ranks.failed(error)
+            raise
+        standing = standing_of(self.rank, self.budget_bytes, self.model, self.planned)
+        try:
+            self._ranks.settle(standing, self.plan, lambda plan: self._take_over(source, plan))
+        except BaseException:
+            self._unplan()
+            raise
+
+    def compiled(self) -> None:
+        """All that the first step compiles before its backward is compiled on this rank: wait for the other
+        ranks, once. Raises `RankFailed`."""
+        self._ranks.compiled()
+
+    def _plan_and_adopt(self, source: StepSource) -> None:
         self._settled, self._unproven = True, False
         try:
             planned = self._planned_for(
@@ -277,6 +313,7 @@ class BudgetSession:
     def close(self) -> None:
         """Restore the modules. The plan and the reports stay readable; calling twice is fine."""
         self._closed = True
+        self._ranks.close()
         if self._in_place is not None:
             self._in_place.remove()
             self._in_place = None
@@ -326,7 +363,8 @@ class BudgetSession:
             step=self.step_count,
             budget_bytes=self.budget_bytes,
             predicted_allocated_bytes=self.plan.predicted_allocated_bytes,
-            peak_allocated_bytes=self.trace.peak_allocated_bytes or static + self.trace.peak_bytes,
+            peak_allocated_bytes=self.trace.peak_allocated_bytes
+            or static + self.trace.peak_bytes + self._unseen_batch_bytes,
             peak_reserved_bytes=self.trace.peak_reserved_bytes,
             non_torch_bytes=self.trace.non_torch_bytes,
             reserve_bytes=self.plan.reserve_bytes,
@@ -409,7 +447,7 @@ class BudgetSession:
                 given=given,
                 parts=self._parts,
                 failed=self._failed,
-                progress=self._progress,
+                progress=self._tell,
             )
 
     def _carrier(self) -> tuple[PlanPartitioner, dict[str, Any]]:
@@ -427,14 +465,35 @@ class BudgetSession:
                 raise VerificationFailed(
                     "training by this plan is not the same training; nothing was trained yet", report=report
                 )
-        except BaseException:  # as before: the next call plans and verifies again
-            self.planned, self._settled = None, False
-            registry.unregister(self._registered)
-            if self._in_place is not None:
-                self._in_place.run_eagerly()
+        except BaseException:
+            self._unplan()
             raise
         self._verified = True
         self._progress(f"verified: {len(report.rows)} values of {report.steps} steps are in order")
+
+    def _unplan(self) -> None:
+        """As before: the next call plans and verifies again."""
+        self.planned, self._settled, self._carried = None, False, None
+        registry.unregister(self._registered)
+        if self._in_place is not None:
+            self._in_place.run_eagerly()
+
+    def _take_over(self, source: StepSource, plan: Plan) -> str:
+        """Carry out the plan of a rank with the same graphs. Returns the digest of the plan in force then."""
+        assert self.plan is not None
+        try:
+            planned = self._planned_for(
+                source, options=self.config.compile_options, best_effort=False, given=plan
+            )
+        except DTRError as error:
+            log.warning("rank %d keeps a plan of its own for the graphs it shares: %s", self.rank, error)
+        else:
+            self._adopt(planned)
+        return self.plan.digest
+
+    def _tell(self, message: str) -> None:
+        self._ranks.check()
+        self._progress(message)
 
     def _adopt(self, planned: Planned) -> None:
         self.planned, self._grown = planned, False
@@ -442,18 +501,10 @@ class BudgetSession:
         self._decisions.adopt(planned)
         self._measure_soon()
         plan = planned.plan
-        registry.unregister(self._registered)
-        self._registered = registry.register(registry.Entry(decide=self._decisions, mode=plan.mode))
-        if self._in_place is not None:
-            parts = planned.captured.parts or Parts(targets=self._installed)
-            partitioner, options = self._carrier()
-            self._in_place.use(
-                partitioner,
-                options,
-                targets={name: self.model.get_submodule(name) for name in parts.targets},
-                excluded={name: self.model.get_submodule(name) for name in parts.excluded},
-                donates=parts.donates,
-            )
+        parts = planned.captured.parts or Parts(targets=self._installed)
+        carried, self._carried = self._carried, (plan.digest, parts)
+        if self._carried != carried:  # else what is compiled stays as it is
+            self._compile_by_plan(parts)
         if self.config.run_dir is not None:
             directory = Path(self.config.run_dir)
             directory.mkdir(parents=True, exist_ok=True)
@@ -462,6 +513,20 @@ class BudgetSession:
                 self._log = PeakLog(directory, self.rank)
                 self._log.start()
         say_plan(plan)
+
+    def _compile_by_plan(self, parts: Parts) -> None:
+        assert self.plan is not None
+        registry.unregister(self._registered)
+        self._registered = registry.register(registry.Entry(decide=self._decisions, mode=self.plan.mode))
+        if self._in_place is not None:
+            partitioner, options = self._carrier()
+            self._in_place.use(
+                partitioner,
+                options,
+                targets={name: self.model.get_submodule(name) for name in parts.targets},
+                excluded={name: self.model.get_submodule(name) for name in parts.excluded},
+                donates=parts.donates,
+            )
 
     def _measure_soon(self) -> None:
         self._measured_before_plan = len(self.reports)
@@ -515,6 +580,7 @@ class BudgetSession:
         warnings.warn(f"no better plan was found, the one in force stays: {error}", PlanWarning, stacklevel=4)
 
     def _give_up(self, reason: str) -> None:
+        self._carried = None
         if self._in_place is not None:
             self._in_place.run_eagerly()
         warn_of_nothing(type(self.model).__name__, self.config.budget, reason)
