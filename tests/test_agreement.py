@@ -147,6 +147,27 @@ def test_planning_ends_early_when_another_has_failed(store: Any) -> None:
     assert isinstance(error, RankFailed)
 
 
+def test_who_gives_up_waits_until_all_have_read_why(store: Any) -> None:
+    first, other = agreements(store, 2)
+    order = []
+
+    def give_up(one: Agreement) -> None:
+        one.exchange("planning", {})
+        one.give_up("planning")
+        order.append(one.rank)
+
+    def late() -> None:
+        other.begin("planning")
+        other._store.set(other._key("planning/1"), "{}")
+        other._store.add(other._key("planning/count"), 1)
+        time.sleep(0.5)
+        order.append("read")
+        other._store.add(other._key("planning/read"), 1)
+
+    at_once(lambda: give_up(first), late)
+    assert order == ["read", 0]
+
+
 def test_a_session_that_is_over_is_an_error_for_those_that_wait(store: Any) -> None:
     first, other = agreements(store, 2)
     other.begin("planning")

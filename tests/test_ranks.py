@@ -24,7 +24,12 @@ def launch(case: str, *, limit_seconds: float = 240) -> list[dict[str, Any] | in
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    environment = {**os.environ, "DTR_RANK_TIMEOUT": str(SILENT_SECONDS), "OMP_NUM_THREADS": "1"}
+    environment = {
+        **os.environ,
+        "DTR_RANK_TIMEOUT": str(SILENT_SECONDS),
+        "OMP_NUM_THREADS": "1",
+        "TORCHINDUCTOR_FORCE_DISABLE_CACHES": "1",  # or nothing is compiled in which a rank could die
+    }
     processes = [
         subprocess.Popen(
             [sys.executable, str(SCRIPT), case, str(rank), "2", str(port)],
@@ -70,6 +75,7 @@ def test_both_ranks_train_by_one_plan() -> None:
     assert first["gradients"] == second["gradients"]
 
 
+@pytest.mark.slow
 def test_each_rank_has_its_own_plan_for_its_own_shapes() -> None:
     first, second = launch("shapes")
     assert first["graphs"] != second["graphs"]
@@ -77,6 +83,7 @@ def test_each_rank_has_its_own_plan_for_its_own_shapes() -> None:
     assert first["gradients"] == second["gradients"]
 
 
+@pytest.mark.slow
 def test_slow_is_not_dead() -> None:
     """Planning takes longer than a rank may be silent; compiling does on a loaded machine."""
     first, second = launch("slow planning")
@@ -87,9 +94,9 @@ def test_slow_is_not_dead() -> None:
     ("case", "signal_number"),
     [
         ("die planning", signal.SIGKILL),
-        ("stall planning", signal.SIGSTOP),
-        ("die compiling", signal.SIGKILL),
-        ("stall compiling", signal.SIGSTOP),
+        pytest.param("stall planning", signal.SIGSTOP, marks=pytest.mark.slow),
+        pytest.param("die compiling", signal.SIGKILL, marks=pytest.mark.slow),
+        pytest.param("stall compiling", signal.SIGSTOP, marks=pytest.mark.slow),
     ],
 )
 def test_a_rank_that_is_gone_is_the_others_error(case: str, signal_number: int) -> None:
@@ -108,6 +115,7 @@ def test_a_rank_for_which_no_plan_fits_is_the_others_error() -> None:
     assert "BudgetInfeasible: no plan fits the budget of 1 KB" in first["text"]
 
 
+@pytest.mark.slow
 def test_a_rank_that_trains_other_parameters_is_an_error_on_all() -> None:
     first, second = launch("another step")
     assert first["error"] == second["error"] == "RankFailed"

@@ -158,20 +158,30 @@ class Agreement:
             until, pause = time.monotonic() + self.limits.finish_seconds, 0.01
             while not self._store.check([everything]):
                 if self.rank == 0 and self._number(f"{stage}/count") == self.world_size:
-                    said = [self._store.get(self._key(f"{stage}/{r}")).decode() for r in self._ranks()]
-                    self._store.set(everything, f"[{','.join(said)}]")
+                    each = [self._store.get(self._key(f"{stage}/{r}")).decode() for r in self._ranks()]
+                    self._store.set(everything, f"[{','.join(each)}]")
                     break
                 self.check()
                 if time.monotonic() > until:
                     self._stop(self._first_missing(stage), _STILL.format(self.limits.finish_seconds, stage))
                 time.sleep(pause)
                 pause = min(pause * 1.5, 0.2, self.limits.beat_seconds)
-            return list(json.loads(self._store.get(everything)))
+            said = list(json.loads(self._store.get(everything)))
+            self._store.add(self._key(f"{stage}/read"), 1)
+            return said
         except RuntimeError as error:  # DistNetworkError among them
             if isinstance(error, RankFailed):
                 raise
             self._end()
             raise RankFailed(rank=0, stage=stage, reason=_NO_STORE.format(error)) from error
+
+    def give_up(self, stage: str) -> None:
+        """What was said at this stage ends the run on every rank. Returns when all have read it."""
+        until = time.monotonic() + self.limits.read_seconds
+        with contextlib.suppress(RuntimeError):  # the store is gone: so are others
+            while time.monotonic() < until and self._number(f"{stage}/read") < self.world_size:
+                time.sleep(self.limits.beat_seconds / 5)
+        self._end()
 
     def write(self, name: str, text: str) -> None:
         """Leave a text for other ranks."""

@@ -71,7 +71,7 @@ class Ranks:
             standings = [Standing.from_dict(one) for one in said]
             fault = difference(standings)
             if fault is not None:
-                agreement.end()
+                agreement.give_up(_PLANNING)
                 raise RankFailed(rank=fault[0], stage=_PLANNING, reason=fault[1])
         except RankFailed:
             self._again()
