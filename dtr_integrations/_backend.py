@@ -8,6 +8,7 @@ values.
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -23,6 +24,7 @@ from ._compat import (
     forget_donations,
     keeps_graph,
     never_donating,
+    not_cached_whole,
 )
 from ._kernel_groups import freed_at_once
 
@@ -35,30 +37,69 @@ DIFFERENTIATED_AGAIN = (
 GraphFailed = Callable[[Exception, bool, bool], bool]
 
 
+# (the graph's fingerprint; "" if no plan knows it, is it a backward) -> what each call of it runs within.
+Around = Callable[[str, bool], contextlib.AbstractContextManager[Callable[[Any], None]]]
+_GRAPH = "dtr_graph"
+
+
+def name_graph(fingerprint: str, *parts: fx.GraphModule) -> None:
+    """Name the two halves of a joint graph, for `Around`."""
+    for part in parts:
+        part.meta[_GRAPH] = fingerprint
+
+
 def inductor_backend(
-    partitioner: Any, options: Mapping[str, Any], failed: GraphFailed, *, donates: bool = True
+    partitioner: Any,
+    options: Mapping[str, Any],
+    failed: GraphFailed,
+    *,
+    donates: bool = True,
+    around: Around | None = None,
 ) -> Callable[[fx.GraphModule, Any], Any]:
     """A Dynamo backend: `compile_fx` with `partitioner` and Inductor's `options`. `donates`: a backward may
-    overwrite what it was handed (it cannot run twice then)."""
+    overwrite what it was handed (it cannot run twice then). `around`: entered for each call of compiled code;
+    what it gives is told the results."""
     patches = {**options, "custom_partitioner_fn": partitioner}
 
     def compile_graph(gm: fx.GraphModule, inputs: Any, **kwargs: Any) -> Any:
         spare = fx.GraphModule(gm, copied_graph(gm.graph))  # Inductor's passes change what they are given
         if not donates:
             forget_donations()
+        is_backward = bool(kwargs.get("is_backward"))
         try:
             with compiler_lock, freed_at_once(gm):  # a backward may be compiled when it first runs
-                return compile_fx_inner(gm, inputs, **kwargs)
+                compiled = compile_fx_inner(gm, inputs, **kwargs)
         except Exception as error:
-            if not failed(error, bool(kwargs.get("is_backward")), _draws_from_seeds(spare)):
+            if not failed(error, is_backward, _draws_from_seeds(spare)):
                 raise
-            return _op_by_op(spare)
+            compiled = _op_by_op(spare)
+        if around is None:
+            return compiled
+        return _within(functools.partial(around, spare.meta.get(_GRAPH, ""), is_backward), compiled)
 
     def backend(gm: fx.GraphModule, inputs: Any) -> Any:
-        with contextlib.nullcontext() if donates else never_donating():
+        with contextlib.ExitStack() as stack:
+            if not donates:
+                stack.enter_context(never_donating())
+            if around is not None:
+                stack.enter_context(not_cached_whole())
             return compile_fx(gm, inputs, inner_compile=compile_graph, config_patches=patches)
 
     return backend
+
+
+def _within(
+    around: Callable[[], contextlib.AbstractContextManager[Callable[[Any], None]]],
+    compiled: Callable[[list[Any]], Any],
+) -> Callable[[list[Any]], Any]:
+    def call(args: list[Any]) -> Any:
+        with around() as done:
+            results = compiled(args)
+            done(results)
+            return results
+
+    call._boxed_call = True  # type: ignore[attr-defined]
+    return call
 
 
 def _draws_from_seeds(gm: fx.GraphModule) -> bool:

@@ -203,6 +203,7 @@ __all__ = [
     "keeps_graph",
     "leave_out",
     "never_traced",
+    "not_cached_whole",
     "partitioners",
     "preserve_node_ordering",
     "remove_function_mode",
@@ -255,13 +256,14 @@ def compile_call(
     return torch.compile(planned_module, backend=counted, dynamic=False, **options)
 
 
-def leave_out(module: torch.nn.Module) -> Callable[[], None]:
-    """Have Dynamo break its graph where `module` is called, and run it as it is. Returns how to undo that.
+def leave_out(module: torch.nn.Module, call: Callable[..., Any] | None = None) -> Callable[[], None]:
+    """Have Dynamo break its graph where `module` is called, and run it as it is, or `call` in its place,
+    which runs its `_call_impl`. Returns how to undo that.
 
     Dynamo inlines `forward` without a look at `_compiled_call_impl`, unless the instance has a `forward`
     of its own (torch/_dynamo/variables/nn_module.py): there it gets the very same one.
     """
-    disabled = torch._dynamo.disable(module._call_impl)
+    disabled = torch._dynamo.disable(call or module._call_impl)
     module._compiled_call_impl = disabled
     own_forward = "forward" not in vars(module)
     if own_forward:
@@ -335,6 +337,14 @@ def remove_function_mode(mode: Any) -> None:
 def never_donating() -> Iterator[None]:
     """Graphs that are compiled inside do not overwrite what their forward hands to their backward."""
     with torch._functorch.config.patch(donated_buffer=False):
+        yield
+
+
+@contextlib.contextmanager
+def not_cached_whole() -> Iterator[None]:
+    """Graphs that are compiled inside pass through the inner compiler each time; Inductor's own cache, which
+    that one asks, stays."""
+    with torch._functorch.config.patch(enable_autograd_cache=False):
         yield
 
 

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import difflib
 import os
-import warnings
 from collections.abc import Callable, Iterable, Mapping
 from types import MappingProxyType
 from typing import Any, NoReturn
 
-from .errors import BudgetError, ConfigError, PlanWarning
+from .errors import BudgetError, ConfigError
 from .units import check_budget, parse_bytes
 
 RESERVE_LINES = ("nccl", "context", "workspace", "fragmentation", "slack")
@@ -130,28 +129,13 @@ def _one_of(*choices: str) -> Callable[[str, Any], str]:
     return check
 
 
-_fallback_choice = _one_of("dtr", "eager", "error")
-
-
-def _fallback(key: str, value: Any) -> str:
-    choice = _fallback_choice(key, value)
-    if choice == "dtr":
-        warnings.warn(
-            'fallback="dtr": the online runtime does not exist yet, so modules that do not compile run as '
-            'with fallback="eager": their memory is counted but not bounded',
-            PlanWarning,
-            stacklevel=5,
-        )
-    return choice
-
-
 _CHECKS: Mapping[str, Callable[[str, Any], Any]] = MappingProxyType(
     {
         "budget": _budget,
         "plan": _path,
         "targets": _targets,
         "reserve": _reserve,
-        "fallback": _fallback,
+        "fallback": _one_of("dtr", "eager", "error"),
         "on_infeasible": _one_of("error", "best_effort"),
         "mode": _one_of("schedule", "tags"),
         "compile_options": _options,

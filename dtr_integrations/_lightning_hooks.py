@@ -46,7 +46,8 @@ class AutoCheckpointHooks(SessionHolder):
                 ones that `training_step` calls. ``[""]`` is the LightningModule itself, as in ``self(x)``.
             reserve: memory for what torch does not allocate: a size, or a mapping of lines (see `DTRConfig`).
             fallback: what to do with a module that torch.compile cannot take, or with a whole step:
-                ``"eager"`` and ``"dtr"`` leave it alone with a warning, ``"error"`` stops.
+                ``"eager"`` leaves it alone with a warning, ``"dtr"`` runs it under the online runtime, and
+                modules that depend on data too, ``"error"`` stops.
             on_infeasible: ``"error"`` or ``"best_effort"`` (train with the lowest plan, with a warning).
             mode: ``"schedule"`` or ``"tags"``.
             compile_options: passed to ``torch.compile(options=...)``.
@@ -113,6 +114,7 @@ class AutoCheckpointHooks(SessionHolder):
             self._planned_bytes = live_bytes(tensors_in(batch))
         if session.should_measure(last_step=1 if _is_one_step(trainer) else None) and self._is_typical(batch):
             self._trace = session.open_trace(batch)
+        session.enter_step(batch)
 
     def on_before_backward(self, trainer: Any, pl_module: Any, loss: Any) -> None:
         """All targets are compiled by the first backward: wait for the other ranks there."""
@@ -126,6 +128,7 @@ class AutoCheckpointHooks(SessionHolder):
         session = self.session
         if session is None:
             return
+        session.leave_step()
         if self._trace is not None:
             trace, self._trace = self._trace, None
             session.close_trace(trace)
@@ -158,6 +161,8 @@ class AutoCheckpointHooks(SessionHolder):
         return overdue or live_bytes(tensors_in(batch)) >= self._planned_bytes
 
     def _abandon(self) -> None:
+        if self.session is not None:
+            self.session.leave_step()
         if self._trace is not None:  # a batch that was begun and never ended
             self._trace.abandon()
             self._trace = None

@@ -42,9 +42,9 @@ class DTRConfig:
     replaces the whole; a mapping replaces single lines: nccl, context, workspace, fragmentation, slack."""
 
     fallback: str = "eager"
-    """For a module that does not compile: ``"dtr"`` (the online runtime), ``"eager"`` (left alone, its memory
-    counted) or ``"error"``. Until the online runtime exists, ``"dtr"`` acts as ``"eager"``, with a
-    `PlanWarning`."""
+    """For a module that does not compile: ``"dtr"`` (the online runtime, within what the rest leaves of the
+    budget; it also takes modules that depend on data), ``"eager"`` (left alone, its memory counted) or
+    ``"error"``."""
 
     on_infeasible: str = "error"
     """When no plan fits: ``"error"`` (`BudgetInfeasible`) or ``"best_effort"`` (the lowest, warned about)."""

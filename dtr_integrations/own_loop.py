@@ -242,6 +242,7 @@ class TrainerSession(CalledSession):
     def end_step(self) -> Any:
         """The optimizer has stepped. Returns the step's `PeakReport` if it was measured, else None."""
         self._end_of_step()
+        self.leave_step()
         trace, self._trace = self._trace, None
         if trace is not None:
             self.close_trace(trace)
@@ -266,8 +267,10 @@ class TrainerSession(CalledSession):
         if begins and self.should_measure(last_step=self._last_step):
             still_held = [tensor for ref in self._last_output if (tensor := ref()) is not None]
             self._trace = self.open_trace((args, kwargs, still_held))
+        self.enter_step((args, kwargs))
 
     def _abandon(self) -> None:
+        self.leave_step()
         if self._trace is not None:
             self._trace.abandon()
             self._trace = None

@@ -20,7 +20,7 @@ from .capture.step import Captured, DryRun, Parts, certify
 from .capture.uncompiled import uncompiled_peak_bytes
 from .core.graph import JointGraph, Phase, RegionKind, StepGraph
 from .core.plan import GraphSchedule, Plan
-from .core.profile import StepProfile
+from .core.profile import ONLINE, StepProfile
 from .core.schedule import default_schedules, faithful_schedule, schedule_for
 from .core.simulate import NO_CORRECTION, Correction, Observation, correct, simulate_step
 from .distributed import Reserve
@@ -40,13 +40,18 @@ _HOPELESS = 0.25
 # Measured once per op and shape, so for the whole process.
 _SCRATCH = Scratch(call_peak_bytes)
 
+_MORE_ONLINE = (
+    "somewhat more than that: how little the modules under the online runtime can do with shows when they run"
+)
+
 Progress = Callable[[str], None]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Planned:
     """A plan with all that led to it. `profile` is the exact dry run of the plan, `rounds` the plans
-    certified."""
+    certified. `fingerprints`: of the graphs, by the index that the profile's regions use. With modules that
+    run online, `profile` is of the step in which those hold `online_share` of what they may evict."""
 
     plan: Plan
     captured: Captured
@@ -55,6 +60,18 @@ class Planned:
     correction: Correction
     rounds: int
     seconds: Mapping[str, float] = field(default_factory=dict)
+    fingerprints: tuple[str, ...] = ()
+    online_share: float = 1.0
+
+    @property
+    def rises(self) -> Mapping[tuple[str, bool], int]:
+        """How far live bytes rise in each graph, by its fingerprint and whether it is the backward."""
+        rises: dict[tuple[str, bool], int] = {}
+        for region in self.profile.regions:
+            if region.graph >= 0:
+                key = self.fingerprints[region.graph], region.kind == RegionKind.BACKWARD
+                rises[key] = max(rises.get(key, 0), region.rise_bytes)
+        return rises
 
 
 def silent(message: str) -> None:
@@ -73,6 +90,8 @@ def make_plan(
     given: Plan | None = None,
     parts: Parts | None = None,
     failed: Mapping[str, str] | None = None,
+    endless: Mapping[str, str] | None = None,
+    online: bool = False,
     progress: Progress = silent,
 ) -> Planned:
     """Plan one step under `budget_bytes` (the rank's total; the reserve comes off it).
@@ -80,52 +99,100 @@ def make_plan(
     Raises `BudgetInfeasible` with the lowest reachable bytes when nothing fits (`best_effort`: returns the
     lowest plan), `PlanMismatch` when `given` (a plan made earlier) is not for this step, `CaptureError` when
     the step cannot be captured. `parts`: what an earlier plan of this run left out (`Captured.parts`);
-    `failed`: the targets that failed for real since then, and why.
+    `failed`: the targets that failed for real since then, and why; `endless`: those that are compiled anew
+    without end. `online`: what is left out, and what depends on data, will run under the online runtime: it
+    may evict there, and the compiled parts are planned for the share of the budget that is theirs.
     """
     clock = _Clock()
     progress("capturing the training step")
-    captured = capture_parts(
-        source, parts=parts, failed=failed, options=options, device=device, scratch=_SCRATCH
+    whole = capture_parts(
+        source,
+        parts=parts,
+        failed=failed,
+        endless=endless,
+        online=online,
+        options=options,
+        device=device,
+        scratch=_SCRATCH,
     )
     clock.lap("capture")
-    bench = _Bench(source=source, captured=captured, options=options, mode=mode, progress=progress)
     target = budget_bytes - reserve.total_bytes
-    problem = Problem(step=captured.step, correction=NO_CORRECTION, focus_bytes=target)
-    if given is not None:
-        best = bench.run(_given_schedules(given, captured.step))
-        correction = bench.correction()
-        frontier = search(replace(problem, correction=correction))
-    else:
-        progress("searching")
-        best, frontier, correction = _search_certified(bench, problem, target)
-    advice = _advice(source, captured, target, reserve, device)
-    if best.peak_bytes > target and not best_effort:
+    for share in _shares(whole, target):
+        captured = whole.holding(share)
+        bench = _Bench(
+            source=source, captured=captured, share=share, options=options, mode=mode, progress=progress
+        )
+        problem = Problem(step=captured.step, correction=NO_CORRECTION, focus_bytes=target)
+        if given is not None:
+            best = bench.run(_given_schedules(given, captured.step))
+            correction = bench.correction()
+            frontier = search(replace(problem, correction=correction))
+        else:
+            progress("searching")
+            best, frontier, correction = _search_certified(bench, problem, target)
+        if best.peak_bytes <= target:
+            break
+    advice = _advice(source, whole, target, reserve, device)
+    # With nothing compiled the runtime decides alone, and it refuses what does not fit.
+    all_online = online and not whole.step.graphs
+    if best.peak_bytes > target and not best_effort and not all_online:
         raise _infeasible(captured, frontier, bench.promised or best, budget_bytes, reserve, advice)
     clock.lap("search and certify")
+    allocated_bytes = best.peak_bytes + _more_online(best.profile, target)
+    if all_online:
+        allocated_bytes = min(allocated_bytes, target)
     plan = Plan(
         budget_bytes=budget_bytes,
-        predicted_allocated_bytes=best.peak_bytes,
-        default_allocated_bytes=captured.default.peak_bytes,
-        static_bytes=captured.default.static_bytes,
+        predicted_allocated_bytes=allocated_bytes,
+        default_allocated_bytes=whole.default.peak_bytes,
+        static_bytes=whole.default.static_bytes,
         reserve_bytes=reserve.total_bytes,
         slowdown=best.slowdown,
         slowdown_lower_bound=_lower_bound(replace(problem, correction=correction), best),
         schedule=best.schedules,
         simulated_bytes=best.simulated_bytes,
-        breakdown=dict(best.profile.breakdown),
+        breakdown=_breakdown(best.profile, allocated_bytes),
         reserve=dict(reserve.lines),
         mode=mode,
         notes=(*advice, *_faults_of_default(captured)),
     )
     return Planned(
         plan=plan,
-        captured=captured,
+        captured=whole,
         frontier=frontier,
         profile=best.profile,
         correction=correction,
         rounds=bench.rounds,
         seconds=clock.laps,
+        fingerprints=best.fingerprints,
+        online_share=share,
     )
+
+
+def _shares(whole: Captured, target: int) -> tuple[float, ...]:
+    """What share of what they may evict modules that run online are taken to hold while the rest is planned:
+    the share that the whole step has to come down to, so that both give up alike; if nothing fits then,
+    less. What they really hold is what the others leave at each moment."""
+    peak, static = whole.default.peak_bytes, whole.default.static_bytes
+    if peak <= target or not whole.default.lifetimes:
+        return (1.0,)
+    share = max(target - static, 0) / max(peak - static, 1)
+    return (share, share / 2, 0.0)
+
+
+def _more_online(profile: StepProfile, target: int) -> int:
+    """How much more than in `profile` online modules hold at the peak: they evict no more than they must."""
+    return max(min(profile.whole_peak_bytes, target) - profile.peak_bytes, 0)
+
+
+def _breakdown(profile: StepProfile, allocated_bytes: int) -> dict[str, int]:
+    """Who holds `allocated_bytes` at the peak; nothing where only the step itself can say that."""
+    more_bytes = allocated_bytes - profile.peak_bytes
+    if not more_bytes:
+        return dict(profile.breakdown)
+    if more_bytes < 0:
+        return {}
+    return {**profile.breakdown, ONLINE: profile.breakdown.get(ONLINE, 0) + more_bytes}
 
 
 def default_frontier(default: Certified) -> Frontier:
@@ -159,6 +226,7 @@ class Certified:
     slowdown: float
     simulated_bytes: int
     profile: StepProfile
+    fingerprints: tuple[str, ...] = ()
 
     @property
     def peak_bytes(self) -> int:
@@ -174,6 +242,7 @@ class _Bench:
     options: dict[str, Any] | None
     mode: str
     progress: Progress
+    share: float = 1.0
     rounds: int = 0
     promised: Certified | None = None  # the lowest plan that is found whatever the budget is
     seen: dict[tuple[GraphSchedule, ...], Certified] = field(default_factory=dict)
@@ -189,6 +258,7 @@ class _Bench:
             slowdown=1.0,
             simulated_bytes=self.captured.default.peak_bytes,
             profile=self.captured.default,
+            fingerprints=tuple(graph.fingerprint for graph in self.captured.step.graphs),
         )
 
     def unchanged(self) -> Certified:
@@ -225,10 +295,11 @@ class _Bench:
                 schedules=point.schedules,
                 slowdown=point.slowdown,
                 simulated_bytes=point.peak_bytes,
-                profile=run.profile,
+                profile=run.profile.holding(self.share),
+                fingerprints=run.fingerprints,
             )
             self.seen[point.schedules] = known
-            self._observe(known, run.fingerprints)
+            self._observe(known)
         return known
 
     def run(self, schedules: tuple[GraphSchedule, ...]) -> Certified:
@@ -249,7 +320,8 @@ class _Bench:
                 self.source, partitioner, options=options, scratch=_SCRATCH, parts=self.captured.parts
             )
 
-    def _observe(self, certified: Certified, fingerprints: Sequence[str]) -> None:
+    def _observe(self, certified: Certified) -> None:
+        fingerprints = certified.fingerprints
         by_name = {schedule.fingerprint: schedule for schedule in certified.schedules}
         graphs = {graph.fingerprint: graph for graph in self.captured.step.graphs}
         if unknown := set(fingerprints) - graphs.keys():
@@ -351,7 +423,7 @@ def plan_unknown(
     draft.default_saved = _default_saved(joint, num_outputs, static, draft)
     draft.static = set(draft.input_storages) - {-1} | draft.static
     graph = draft.finish()
-    step = _step_with(planned.captured.step, graph)
+    step = _step_with(planned.captured.holding(planned.online_share).step, graph)
     target = planned.plan.budget_bytes - planned.plan.reserve_bytes
     known_error = planned.plan.predicted_allocated_bytes - (planned.plan.simulated_bytes or 0)
     problem = Problem(step=step, correction=Correction(), focus_bytes=target - max(known_error, 0))
@@ -438,13 +510,14 @@ def _infeasible(
     reserve: Reserve,
     advice: tuple[str, ...],
 ) -> BudgetInfeasible:
+    online = (_MORE_ONLINE,) if captured.default.lifetimes else ()
     nothing = "nothing in this step was compiled, so there was nothing to recompute; see targets="
     return BudgetInfeasible(
         budget_bytes=budget_bytes,
         lowest_bytes=best.peak_bytes + reserve.total_bytes,
         reserve_bytes=reserve.total_bytes,
         holders=frontier.holders,
-        would_fit=advice if captured.step.graphs else (nothing,),
+        would_fit=(*advice, *online) if captured.step.graphs else (nothing,),
     )
 
 

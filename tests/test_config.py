@@ -10,7 +10,7 @@ import pytest
 from omegaconf import OmegaConf
 
 from dtr_integrations.config import DTRConfig
-from dtr_integrations.errors import BudgetError, ConfigError, PlanWarning
+from dtr_integrations.errors import BudgetError, ConfigError
 
 
 def yaml_file(tmp_path: Path, text: str) -> Path:
@@ -262,9 +262,9 @@ def test_files_that_cannot_be_read(tmp_path: Path) -> None:
         DTRConfig.from_any(70)
 
 
-def test_the_online_fallback_says_that_it_is_not_there() -> None:
-    with pytest.warns(PlanWarning, match="the online runtime does not exist yet"):
-        assert DTRConfig.from_any(budget="1GB", fallback="dtr").fallback == "dtr"
+@pytest.mark.parametrize("choice", ["dtr", "eager", "error"])
+def test_the_choices_of_the_fallback_are_taken_without_a_word(choice: str) -> None:
+    assert DTRConfig.from_any(budget="1GB", fallback=choice).fallback == choice
 
 
 def test_it_is_frozen_and_a_structured_config() -> None:

@@ -7,14 +7,17 @@ them may have to plan first. Modules that torch.compile cannot take get one that
 
 from __future__ import annotations
 
+import contextlib
+import functools
 from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
 from torch import nn
 from torch.utils import _pytree as pytree
 
-from .._backend import DIFFERENTIATED_AGAIN, inductor_backend, when_used_again
+from .._backend import DIFFERENTIATED_AGAIN, Around, inductor_backend, when_used_again
 from .._compat import compile_call, is_compile_error, leave_out, unlogged
 from .._python_state import Snapshot, inside, outside
 from .._randomness import random_state, set_random_state
@@ -22,6 +25,9 @@ from .partitioner import PlanPartitioner
 
 # (module's name, args, kwargs): called before each training call, e.g. to plan.
 BeforeCall = Callable[[str, tuple[Any, ...], dict[str, Any]], None]
+
+# (module's name) -> what each of its training calls runs within, of a module that is left out of every graph.
+Entering = Callable[[str], AbstractContextManager[Any]]
 
 # (module's name, what was raised, what is done instead, gives_up=whether it is no longer compiled): may raise
 # an error of its own.
@@ -59,25 +65,37 @@ class InPlace:
         targets: Mapping[str, nn.Module],
         excluded: Mapping[str, nn.Module],
         donates: bool = True,
+        around: Around | None = None,
+        entering: Entering | None = None,
     ) -> None:
         """From now on compile `targets` with this partitioner, and leave `excluded` out of every graph; what
-        was compiled before is dropped. `donates`: see `capture.step.Parts`."""
+        was compiled before is dropped. `donates`: see `capture.step.Parts`. `around`: what compiled code runs
+        within (see `_backend`), `entering`: what the excluded do."""
         self._include_all()
         for name, module in targets.items():
             if name not in self._calls:
                 self._calls[name] = _PlannedCall(name, module, self)
                 module._compiled_call_impl = self._calls[name]
         for name, call in self._calls.items():
-            call.use(partitioner, options, compiles=name in targets, donates=donates)
-        for name, module in excluded.items():
-            if name not in self._calls:
-                self._excluded.append(leave_out(module))
+            call.use(partitioner, options, compiles=name in targets, donates=donates, around=around)
+        self._leave_out(excluded, entering)
 
-    def run_eagerly(self) -> None:
-        """From now on nothing is compiled."""
+    def run_eagerly(
+        self, excluded: Mapping[str, nn.Module] | None = None, entering: Entering | None = None
+    ) -> None:
+        """From now on nothing is compiled; `excluded` and `entering` as in `use`."""
         self._include_all()
         for call in self._calls.values():
             call.backend = call.compiled = None
+        self._leave_out(excluded or {}, entering)
+
+    def _leave_out(self, excluded: Mapping[str, nn.Module], entering: Entering | None) -> None:
+        for call in self._calls.values():
+            call.entering = entering if call.name in excluded else None
+        for name, module in excluded.items():
+            if name not in self._calls:
+                within = None if entering is None else _entered(module, functools.partial(entering, name))
+                self._excluded.append(leave_out(module, within))
 
     def remove(self) -> None:
         """Take the callables out again."""
@@ -103,14 +121,23 @@ class _PlannedCall:
         self.compiled: Callable[..., Any] | None = None
         self.proven: set[Any] = set()  # kinds of calls that have worked
         self.donates = True
+        self.entering: Entering | None = None
 
     def use(
-        self, partitioner: PlanPartitioner, options: Mapping[str, Any], *, compiles: bool, donates: bool
+        self,
+        partitioner: PlanPartitioner,
+        options: Mapping[str, Any],
+        *,
+        compiles: bool,
+        donates: bool,
+        around: Around | None,
     ) -> None:
         self.compiled, self.proven, self.donates = None, set(), donates
         self.backend = None
         if compiles:
-            self.backend = inductor_backend(partitioner, options, self._graph_failed, donates=donates)
+            self.backend = inductor_backend(
+                partitioner, options, self._graph_failed, donates=donates, around=around
+            )
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if not self.module.training or not torch.is_grad_enabled():
@@ -125,7 +152,8 @@ class _PlannedCall:
     def _trained(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if self.compiled is None:
             if self.backend is None:
-                return self.eager(*args, **kwargs)
+                with contextlib.nullcontext() if self.entering is None else self.entering(self.name):
+                    return self.eager(*args, **kwargs)
             self.compiled = compile_call(self.eager, self.backend, self._last_graph)
         kind = _kind_of(args, kwargs)
         if kind not in self.proven:
@@ -190,6 +218,18 @@ class _PlannedCall:
         part = "its backward" if is_backward else "a graph of it"
         self.owner._failed(self.name, error, f"{part} runs op by op, as planned but unfused", gives_up=False)
         return True
+
+
+def _entered(module: nn.Module, entering: Callable[[], AbstractContextManager[Any]]) -> Callable[..., Any]:
+    """The module's call; if it trains, within what `entering` gives."""
+    eager = module._call_impl
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        trains = module.training and torch.is_grad_enabled()
+        with entering() if trains else contextlib.nullcontext():
+            return eager(*args, **kwargs)
+
+    return call
 
 
 class _Before:

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from .._backend import name_graph
 from .._compat import CustomPartitionerFn, canonical, get_hash_for_files, partitioners
 from .._kernel_groups import mark_planned
 from . import extract, registry, tags
@@ -46,7 +47,12 @@ class PlanPartitioner(CustomPartitionerFn):  # type: ignore[misc, unused-ignore]
                 else:
                     parts = extract.extract(joint, schedule, outputs)
                 mark_planned(*parts)
+                name_graph(schedule.fingerprint, *parts)
                 return parts
+            parts = partitioners.min_cut_rematerialization_partition(gm, joint_inputs, **kwargs)
+            if schedule is not None:
+                name_graph(schedule.fingerprint, *parts)
+            return parts
         return partitioners.min_cut_rematerialization_partition(gm, joint_inputs, **kwargs)
 
     def uuid(self) -> Any:

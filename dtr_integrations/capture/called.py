@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -72,6 +73,42 @@ def calls_inside(source: StepSource) -> dict[str, tuple[str, ...]]:
         if around and around[-1] != _UNKNOWN:
             inside.setdefault(around[-1], {})[name] = None
     return {name: tuple(inner) for name, inner in inside.items()}
+
+
+@dataclass(frozen=True, kw_only=True)
+class ReadsData:
+    """Why a module's program depends on data. `shapes`: those of its tensors do, so that each step may have
+    others; else it reads a number, to branch on it or to compute with it."""
+
+    operator: str
+    shapes: bool
+
+    def __str__(self) -> str:
+        what = "the shape of a result follows from data" if self.shapes else "it reads a number off a tensor"
+        return f"it depends on data: {what} ({self.operator.removeprefix('aten.')})"
+
+
+def reads_of_data(source: StepSource) -> dict[str, ReadsData]:
+    """The innermost modules whose own code reads data, with gradients on. What the step reads outside of
+    modules (a loss to be logged) is not among it.
+
+    Raises what the step raises when it cannot be run on tensors without data.
+    """
+    world = FakeWorld()
+    step = source.build(world)
+    calls = _Calls(step.model)
+    found: dict[str, ReadsData] = {}
+
+    def note(operator: str, shape: bool) -> None:
+        known = [name for name in calls.around if name != _UNKNOWN]
+        if known and torch.is_grad_enabled() and not (known[-1] in found and found[known[-1]].shapes):
+            found[known[-1]] = ReadsData(operator=operator, shapes=shape)
+
+    world.counter.on_data = note
+    with compiler_lock, preserved(step.model, *functions_of(source)), world.active(), calls.watched():
+        wind_to_medians()
+        step.run()
+    return found
 
 
 class _Calls:

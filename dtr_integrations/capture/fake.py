@@ -13,7 +13,7 @@ import contextlib
 import random
 import sys
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 from unittest import mock
 
@@ -57,6 +57,8 @@ class StorageCounter:
         self.making = "transient"  # the kind of what ops make now
         self._depth = 0
         self._kept_numbers = 0
+        # (the operator, whether the shape of its result follows from data): told of each read of data.
+        self.on_data: Callable[[str, bool], None] = lambda operator, shape: None
         self.stand_ins = StandIns()
         self._taken_in: Any = WeakIdKeyDictionary()
         self._watched: dict[int, weakref.ref[Any]] = {}
@@ -74,7 +76,8 @@ class StorageCounter:
         self._depth += 1
         try:
             out = self._inner(func, types, args, kwargs)
-        except (DataDependentOutputException, DynamicOutputShapeException):
+        except (DataDependentOutputException, DynamicOutputShapeException) as error:
+            self.on_data(str(func), isinstance(error, DynamicOutputShapeException))
             if func is torch.ops.aten._local_scalar_dense.default:
                 return self.stand_ins.number(args[0])
             if func.namespace != "aten":

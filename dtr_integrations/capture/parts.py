@@ -15,7 +15,7 @@ from typing import Any
 from torch import nn
 
 from ..errors import CaptureError
-from .called import calls_inside
+from .called import ReadsData, calls_inside, reads_of_data
 from .costs import measured_rates
 from .fake import FakeWorld
 from .scratch import Scratch
@@ -31,6 +31,8 @@ def capture_parts(
     *,
     parts: Parts | None = None,
     failed: Mapping[str, str] | None = None,
+    endless: Mapping[str, str] | None = None,
+    online: bool = False,
     options: dict[str, Any] | None = None,
     device: str = "cpu",
     scratch: Scratch | None = None,
@@ -38,11 +40,17 @@ def capture_parts(
     """`capture`, of as much of the step as torch.compile can take; `.parts` says what was left out and why.
 
     `parts`: what is known already (from an earlier step of the run); `failed`: targets that have failed
-    since, when they ran for real, and why. Raises `CaptureError` when the step cannot be run without data.
+    since, when they ran for real, and why; `endless`: targets that are compiled anew without end. `online`:
+    what is left out runs under the online runtime, and modules that depend on data are left out too. Raises
+    `CaptureError` when the step cannot be run without data.
     """
     search = _Search(source, options)
+    if online and parts is None:
+        parts = search.without_data()
     for name, why in dict(failed or {}).items():
         parts = search.replaced(parts, {name: why})
+    if endless:  # all that they call sees the same shapes
+        parts = search.replaced(parts, endless, inside=False)
     for _ in range(_MAX_TRIES):
         try:
             captured = capture(source, options=options, device=device, scratch=scratch, parts=parts)
@@ -91,6 +99,27 @@ class _Search:
         """The modules that `name` calls itself."""
         return self._inside.get(name, ())
 
+    def without_data(self) -> Parts:
+        """The parts that do not depend on data. Where shapes do, all that the module calls does."""
+        reads = {name: why for name, why in self._reads_of_data.items() if self._is_in_targets(name)}
+        whole = [name for name, why in reads.items() if why.shapes]
+        parts = Parts(targets=tuple(self.step.targets), online=True)
+        parts = self.replaced(parts, {n: str(why) for n, why in reads.items() if why.shapes}, inside=False)
+        others = {n: str(why) for n, why in reads.items() if not any(_is_within(n, w) for w in whole)}
+        return self.replaced(parts, others)
+
+    @property
+    def _reads_of_data(self) -> Mapping[str, ReadsData]:
+        try:
+            return reads_of_data(self.source)
+        except Exception as error:
+            raise CaptureError(
+                f"the step cannot be run on tensors without data: {in_words(error, self.step.model)}"
+            ) from error
+
+    def _is_in_targets(self, name: str) -> bool:
+        return any(_is_within(name, target) for target in self.step.targets)
+
     def may_help(self, name: str) -> bool:
         """Whether there is something to look into, and the user has not said that it stays as it is."""
         disabled = getattr(self.modules[name].forward, "_torchdynamo_disable", False)
@@ -118,9 +147,12 @@ class _Search:
         """`parts` with the modules that each of the `guilty` calls in its place, or with nothing there."""
         parts = parts or Parts(targets=tuple(self.step.targets))
         targets = [name for name in parts.targets if name not in guilty]
+        if not inside:
+            targets = [name for name in targets if not any(_is_within(name, other) for other in guilty)]
+        excluded = {**parts.excluded, **guilty}
         for name in guilty if inside else ():
-            targets += [n for n in self._worth_compiling(name) if n not in targets]
-        return replace(parts, targets=tuple(targets), excluded={**parts.excluded, **guilty})
+            targets += [n for n in self._worth_compiling(name) if n not in targets and n not in excluded]
+        return replace(parts, targets=tuple(targets), excluded=excluded)
 
     def _try(self, parts: Parts, names: list[str]) -> dict[str, str]:
         """Those of `names` that do not compile, each taken by itself."""
@@ -147,6 +179,11 @@ class _Search:
             if not _is_plain(self.modules[inner]):
                 out.append(inner)
         return out
+
+
+def _is_within(name: str, other: str) -> bool:
+    """Whether a module is another one, or inside of it, by their names."""
+    return name == other or not other or name.startswith(f"{other}.")
 
 
 def _is_plain(module: nn.Module) -> bool:

@@ -34,7 +34,7 @@ from .._compat import (
 )
 from .._python_state import preserved
 from ..core.graph import Region, RegionKind, StaticMemory, StepGraph
-from ..core.profile import StepProfile
+from ..core.profile import ONLINE, StepProfile
 from ..errors import CaptureError
 from .costs import Rates, measured_rates
 from .dryrun import dry_codegen
@@ -117,12 +117,14 @@ class Parts:
     """What of a step is compiled. `targets`: each in place; `excluded` (module, and why): run eagerly, also
     where a target calls them. `donates`: a backward may overwrite what its forward handed to it, which it
     cannot where a call has several backwards (`retain_graph`). `holds`: how a dry run takes conditions that
-    depend on parameters."""
+    depend on parameters. `online`: the excluded run under the online runtime, which may evict what autograd
+    saves there."""
 
     targets: tuple[str, ...]
     excluded: Mapping[str, str] = field(default_factory=dict)
     donates: bool = True
     holds: bool = True
+    online: bool = False
 
 
 class TargetsFailed(CaptureError):
@@ -182,7 +184,7 @@ def dry_step(
             optimizer.register_step_post_hook(lambda *_: stepped.append(None))
         stack.enter_context(preserved(step.model, *functions_of(source)))
         _label_static(world.counter, step)
-        targets.install(step, parts, observed, options or {})
+        targets.install(step, parts, observed, options or {}, world)
         stack.enter_context(dry_codegen(world.counter, watcher.generated))
         stack.enter_context(_no_caches())
         stack.enter_context(_quiet())
@@ -214,6 +216,7 @@ def dry_step(
             breakdown=world.ledger.held_at_peak(),
             regions=tuple(watcher.regions),
             timeline=tuple(world.ledger.curve),
+            lifetimes=tuple(world.ledger.lifetimes) if parts.online and parts.excluded else (),
         )
         skips = bool(step.optimizers) and not stepped
         trained = tuple(name for name, p in step.model.named_parameters() if p.grad is not None)
@@ -270,9 +273,17 @@ class _Targets:
         self.failed: dict[str, str] = {}
         self.differentiated: dict[str, str] = {}  # their gradient is computed with create_graph=True
 
-    def install(self, step: FakeStep, parts: Parts, partitioner: Any, options: Mapping[str, Any]) -> None:
+    def install(
+        self,
+        step: FakeStep,
+        parts: Parts,
+        partitioner: Any,
+        options: Mapping[str, Any],
+        world: FakeWorld,
+    ) -> None:
         for name in parts.excluded:
-            leave_out(step.model.get_submodule(name))
+            module = step.model.get_submodule(name)
+            leave_out(module, _noting_online(module, world) if parts.online else None)
         for name in parts.targets:
             self._compile(step.model.get_submodule(name), name, partitioner, options, parts.donates)
 
@@ -310,6 +321,23 @@ class _Targets:
 
     def _differentiates(self, name: str) -> None:
         self.differentiated[name] = DIFFERENTIATED_AGAIN
+
+
+def _noting_online(module: nn.Module, world: FakeWorld) -> Any:
+    """The module's call, after which what it made and autograd has saved counts as `ONLINE`. What it returns
+    is the program's, too."""
+    run = module._call_impl
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        begin = world.ledger.now
+        out = run(*args, **kwargs)
+        if module.training and torch.is_grad_enabled():
+            leaves = [leaf for leaf in pytree.tree_leaves(out) if isinstance(leaf, torch.Tensor)]
+            returned = {leaf.untyped_storage()._cdata for leaf in leaves if leaf.layout is torch.strided}
+            world.ledger.label_since(begin, ONLINE, but=frozenset(returned))
+        return out
+
+    return call
 
 
 def in_words(error: BaseException, model: nn.Module) -> str:
@@ -400,6 +428,13 @@ class Captured:
         """Modules that torch.compile cannot take, and why."""
         return {} if self.parts is None else self.parts.excluded
 
+    def holding(self, share: float) -> Captured:
+        """The step in which an online runtime holds `share` of what it may evict; see `StepProfile`."""
+        default = self.default.holding(share)
+        regions = _regions(default)
+        step = replace(self.step, regions=regions, default_peak_bytes=default.peak_bytes)
+        return replace(self, step=step, default=default)
+
 
 def capture(
     source: StepSource,
@@ -415,21 +450,9 @@ def capture(
     again = _otherwise(source, run, options, device, scratch)
     if again is not None:
         return capture(source, options=options, device=device, scratch=scratch, parts=again)
-    regions = tuple(
-        Region(
-            kind=RegionKind(r.kind),
-            graph=r.graph,
-            call=r.call,
-            base_bytes=r.entry_bytes - r.saved_bytes,
-            rise_bytes=r.rise_bytes,
-            open_bytes=r.saved_bytes,
-            closes=r.closes,
-        )
-        for r in run.profile.regions
-    )
     step = StepGraph(
         graphs=tuple(draft.finish() for draft in recorder.drafts.values()),
-        regions=regions,
+        regions=_regions(run.profile),
         static=run.static,
         default_peak_bytes=run.profile.peak_bytes,
     )
@@ -442,6 +465,21 @@ def capture(
         checkpointed=tuple(checkpointed),
         parts=parts,
         trained=run.trained,
+    )
+
+
+def _regions(profile: StepProfile) -> tuple[Region, ...]:
+    return tuple(
+        Region(
+            kind=RegionKind(r.kind),
+            graph=r.graph,
+            call=r.call,
+            base_bytes=r.entry_bytes - r.saved_bytes,
+            rise_bytes=r.rise_bytes,
+            open_bytes=r.saved_bytes,
+            closes=r.closes,
+        )
+        for r in profile.regions
     )
 
 

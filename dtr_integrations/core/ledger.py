@@ -66,6 +66,18 @@ class Ledger:
         if key in self._current:
             self.lifetimes[self._current[key]].kind = kind
 
+    @property
+    def now(self) -> int:
+        """The clock: the next event's number."""
+        return len(self.curve)
+
+    def label_since(self, moment: int, kind: str, *, but: frozenset[int] = frozenset()) -> None:
+        """Say what the transients are for that were born from `moment` on and are alive, `but` these keys."""
+        for key, index in self._current.items():
+            life = self.lifetimes[index]
+            if life.birth >= moment and life.kind == "transient" and key not in but and key >= 0:
+                life.kind = kind
+
     def kind_of(self, key: int) -> str:
         """What a live storage is for; the empty word when the key is not alive."""
         return self.lifetimes[self._current[key]].kind if key in self._current else ""

@@ -4,5 +4,6 @@ logs that the simulator runs."""
 from __future__ import annotations
 
 from .scope import DTR, Stats
+from .step import OnlineReport, OnlineStep
 
-__all__ = ["DTR", "Stats"]
+__all__ = ["DTR", "OnlineReport", "OnlineStep", "Stats"]

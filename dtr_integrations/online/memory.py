@@ -12,8 +12,9 @@ bytes are where
 
 from __future__ import annotations
 
+import time
 import weakref
-from collections import deque
+from collections import defaultdict, deque
 
 import torch
 
@@ -22,7 +23,7 @@ from ..dtr.values import Operator, Storage, Tensor
 from .handles import Cell
 from .nodes import Anchor, Node, geometry_of, same_dispatch, view_of
 
-__all__ = ["Memory", "Slot", "Value"]
+__all__ = ["Memory", "Slot", "Tally", "Value"]
 
 _use_count = torch._C._storage_Use_Count
 
@@ -74,6 +75,20 @@ class Value:
         self.cells[cell] = None
 
 
+class Tally:
+    """What became of the values of one origin.
+
+    Attributes:
+        evictions, rematerialisations: counts.
+        replay_ns: nanoseconds that the replays took.
+    """
+
+    __slots__ = ("evictions", "rematerialisations", "replay_ns")
+
+    def __init__(self) -> None:
+        self.evictions = self.rematerialisations = self.replay_ns = 0
+
+
 class Memory:
     """A `dtr.cache.Driver`.
 
@@ -85,6 +100,7 @@ class Memory:
         slots: the real storages that are known, by their address.
         gone: what has died since `settle`: storages, and cells that autograd has dropped.
         saved: how many cells there are.
+        tallies: by `Node.origin`.
     """
 
     def __init__(self, device_type: str) -> None:
@@ -94,6 +110,8 @@ class Memory:
         self.slots: dict[int, Slot] = {}
         self.gone: deque[Slot | Cell] = deque()
         self.saved = 0
+        self.tallies: defaultdict[str, Tally] = defaultdict(Tally)
+        self._evictions = 0  # as the cache counts them
         self._on_death = self._died
 
     # --- what the cache decides ---
@@ -101,7 +119,11 @@ class Memory:
     def compute(self, operator: Operator, *, replay: bool) -> None:
         """See `Driver`: only replays come here."""
         node: Node = operator.handle
+        start = time.perf_counter_ns()
         found = node.run([self._bytes_of(arg) for arg in operator.args])
+        tally = self.tallies[node.origin]
+        tally.rematerialisations += 1
+        tally.replay_ns += time.perf_counter_ns() - start
         for output, storage in zip(operator.outputs, found, strict=True):
             if not output.defined and not output.storage.banished:
                 self._restore(output.storage.handle, storage)
@@ -111,6 +133,11 @@ class Memory:
         value: Value | None = storage.handle
         if value is None:
             return
+        if self.cache.evictions != self._evictions:  # else nobody refers to it any more
+            self._evictions = self.cache.evictions
+            operator = value.tensor.operator
+            assert operator is not None, "a constant was evicted"
+            self.tallies[operator.handle.origin].evictions += 1
         slot, value.slot = value.slot, None
         if slot is not None:
             slot.value = None

@@ -98,9 +98,20 @@ class Node:
             its storage.
         written: positions of what the call writes to; the operator's outputs begin with these.
         random: the generator that is drawn from and its state before the first run; None where none is.
+        origin: whose call it is, for the accounts.
     """
 
-    __slots__ = ("anchors", "args", "function", "grad_enabled", "kwargs", "leaves", "random", "written")
+    __slots__ = (
+        "anchors",
+        "args",
+        "function",
+        "grad_enabled",
+        "kwargs",
+        "leaves",
+        "origin",
+        "random",
+        "written",
+    )
 
     def __init__(
         self,
@@ -111,8 +122,10 @@ class Node:
         leaves: Sequence[int],
         written: Sequence[int],
         random: tuple[torch.Generator, torch.Tensor] | None,
+        origin: str = "",
     ) -> None:
         self.function = function
+        self.origin = origin
         self.args = args
         self.kwargs = kwargs
         self.anchors = anchors

@@ -3,9 +3,11 @@ can be run again."""
 
 from __future__ import annotations
 
+import logging
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -13,6 +15,7 @@ from torch.utils._pytree import tree_leaves
 
 from ..dtr.cache import Cache
 from ..dtr.policies import Policies
+from ..errors import OutOfBudget
 from .handles import Cell, Handle, stale
 from .memory import Memory, Value
 from .nodes import Node, Ref
@@ -21,6 +24,8 @@ from .reading import Reading, storage_of
 from .sizes import Known, SizeTable
 
 __all__ = ["Cost", "Runtime"]
+
+log = logging.getLogger("dtr_integrations")
 
 Cost = Callable[[Any, tuple[Any, ...], dict[str, Any], Any], int]
 
@@ -44,6 +49,7 @@ class Runtime:
         cache: decides.
         memory: does what it decides.
         before_room: called where room may have to be made; None: nobody looks.
+        origin: whose calls these are, for `Memory.tallies`.
     """
 
     def __init__(
@@ -52,6 +58,9 @@ class Runtime:
         self.memory = memory = Memory(device_type)
         self.cache = memory.cache = Cache(budget_bytes, policies, driver=memory, may_evict=memory.may_evict)
         self.before_room: Callable[[], None] | None = None
+        self.origin = ""
+        self._aside = _Aside()
+        self._state_bytes = torch.default_generator.get_state().nbytes if device_type == "cpu" else 0
         self._lock = threading.RLock()
         self._gone = memory.gone
         self._went_back = False  # since the last operator outside of a backward
@@ -67,7 +76,7 @@ class Runtime:
         if kind is self:
             kind = self._kinds[id(function)] = kind_of(function)
             self._functions.append(function)
-        if kind is None or kind.untracked:
+        if kind is None or kind.untracked or self._aside.depth:
             return function(*args, **kwargs)
         with self._lock:
             if self._gone:
@@ -128,6 +137,33 @@ class Runtime:
                 self.cache.make_room(self.memory.bytes_in(storage), what)
                 self.memory.value_of(storage)
 
+    @contextmanager
+    def aside(self, size_bytes: int, what: str) -> Iterator[Callable[[Any], None]]:
+        """For code that allocates by ways of its own, `size_bytes` at most at once: room is made for that, as
+        far as there is any, and its operators are not looked at. Yields what is to be told its results, which
+        count from then on."""
+        with self._lock:
+            self.memory.settle()
+            try:
+                self.cache.make_room(size_bytes, what)
+            except OutOfBudget as error:  # who has planned this knows better what it needs
+                log.debug("%s", error)
+        self._aside.depth += 1
+        try:
+            yield self._take_results
+        finally:
+            self._aside.depth -= 1
+
+    def _take_results(self, results: Any) -> None:
+        with self._lock:
+            self.memory.settle()
+            for leaf in tree_leaves(results):
+                storage = storage_of(leaf) if isinstance(leaf, torch.Tensor) else None
+                if storage is not None and storage._cdata not in self.memory.slots:
+                    size_bytes = self.memory.bytes_in(storage)
+                    self.cache.occupy(size_bytes, 0)
+                    self.memory.place_plain(size_bytes, storage)
+
     def settle(self) -> None:
         """Take note of what has died, and cut the lineage of what is left if nothing is saved any more: no
         table then grows with the number of steps."""
@@ -150,12 +186,9 @@ class Runtime:
             self.before_room()
         if written:
             lineage = self._about_to_write(kind, written, unread, reading, lineage)
+        random = self._drawn(kind, args, kwargs) if kind.random and lineage else None
         if known.bytes and cache.held_bytes + known.bytes > cache.budget_bytes:
             cache.make_room(known.bytes, kind.name)
-        random: _Drawn | None = None
-        if kind.random:
-            generator = _generator_of(args, kwargs)
-            random = generator, generator.get_state()
         if known.to_measure:
             result, drew = self._run_measured(function, kind, known, args, kwargs)
             lineage = lineage and not drew
@@ -170,6 +203,15 @@ class Runtime:
         elif made or kind.writes:
             self._take_constants(kind, reading, written, made, sizes, known)
         return result
+
+    def _drawn(self, kind: OperatorKind, args: tuple[Any, ...], kwargs: dict[str, Any]) -> _Drawn:
+        # The state of the generator that is drawn from. On the CPU it is as large as a small activation
+        # (5 KB), and counts for as long as a node keeps it.
+        self.cache.make_room(self._state_bytes, kind.name)
+        generator = _generator_of(args, kwargs)
+        state = generator.get_state()
+        self.memory.value_of(state.untyped_storage())
+        return generator, state
 
     def _run_measured(
         self,
@@ -232,7 +274,7 @@ class Runtime:
     ) -> None:
         # A call that can be run again, and has written to nothing that it read.
         leaves = [leaf for leaf, _ in made]
-        node = Node(function, reading.args, reading.kwargs, reading.anchors, leaves, (), random)
+        node = Node(function, reading.args, reading.kwargs, reading.anchors, leaves, (), random, self.origin)
         args = [value.tensor for value in reading.values]
         outputs = self.cache.adopt(args, sizes, cost=known.cost, name=kind.name, handle=node)
         place = self.memory.place
@@ -259,7 +301,9 @@ class Runtime:
             # What becomes of the old contents has no bytes of its own from here on.
             Value(value.tensor, constant=value.constant, inside=True)
         leaves = [leaf for leaf, _ in made]
-        node = Node(function, reading.args, reading.kwargs, reading.anchors, leaves, positions, random)
+        node = Node(
+            function, reading.args, reading.kwargs, reading.anchors, leaves, positions, random, self.origin
+        )
         outputs = self.cache.adopt(
             [value.tensor for value in values],
             [tensor.storage.size_bytes for tensor in old] + sizes,
@@ -351,6 +395,10 @@ class Runtime:
         if unread:
             return lineage and written[0] not in reading.values
         return lineage and not any(value.constant for value in written)
+
+
+class _Aside(threading.local):
+    depth = 0
 
 
 def _generator_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Generator:

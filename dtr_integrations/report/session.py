@@ -6,17 +6,23 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from ..core.peak import PeakReport
-from .tables import breakdown_table, peaks_table, slowdown_table, to_text
+from .tables import breakdown_table, online_table, peaks_table, slowdown_table, to_text
 
 if TYPE_CHECKING:
+    from ..online import OnlineReport
     from ..pipeline import Planned
 
 __all__ = ["session_text"]
 
 
-def session_text(planned: Planned | None, reports: Sequence[PeakReport] = ()) -> str:
-    """The plan's breakdown beside the default's, its slowdown, how it was found, and the measured peaks."""
+def session_text(
+    planned: Planned | None, reports: Sequence[PeakReport] = (), online: Sequence[OnlineReport] = ()
+) -> str:
+    """The plan's breakdown beside the default's, its slowdown, how it was found, the measured peaks, and what
+    the online runtime did."""
     if planned is None:
+        if online:
+            return _what_ran_online(online)
         return "nothing is planned yet: the first training call plans\n"
     plan, default = planned.plan, planned.captured.default
     if plan.is_default:  # the default beside itself would say nothing
@@ -26,12 +32,21 @@ def session_text(planned: Planned | None, reports: Sequence[PeakReport] = ()) ->
     parts.append(_how_it_was_found(planned))
     if reports:
         parts.append(to_text(peaks_table(reports)))
+    if online:
+        parts.append(_what_ran_online(online))
     return "\n".join(parts)
+
+
+def _what_ran_online(online: Sequence[OnlineReport]) -> str:
+    whys = [f"{report.module or 'the model'}: {report.why}" for report in online]
+    return "\n".join([to_text(online_table(online)), *whys]) + "\n"
 
 
 def _how_it_was_found(planned: Planned) -> str:
     plan = planned.plan
-    if plan.is_default:
+    if not plan.schedule:
+        lines = ["Nothing is compiled: the whole step runs under the online runtime."]
+    elif plan.is_default:
         lines = ["The budget does not bind: these are the default compile's own graphs."]
     else:
         saved = sum(len(schedule.saved) for schedule in plan.schedule)

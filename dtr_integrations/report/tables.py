@@ -8,6 +8,7 @@ from __future__ import annotations
 import io
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from rich import box
 from rich.console import Console, RenderableType
@@ -18,10 +19,14 @@ from ..core.plan import Plan
 from ..core.profile import StepProfile
 from .pairs import PairedRatio
 
+if TYPE_CHECKING:
+    from ..online import OnlineReport
+
 __all__ = [
     "BreakdownRow",
     "breakdown_rows",
     "breakdown_table",
+    "online_table",
     "peaks_table",
     "slowdown_table",
     "to_text",
@@ -114,6 +119,21 @@ def worst_per_rank(reports: Iterable[PeakReport]) -> tuple[PeakReport, ...]:
         if report.rank not in worst or _share(report) > _share(worst[report.rank]):
             worst[report.rank] = report
     return tuple(worst[rank] for rank in sorted(worst))
+
+
+def online_table(reports: Sequence[OnlineReport]) -> Table:
+    """What the online runtime did so far, one row a module."""
+    table = _table(
+        "Modules under the online runtime", "module", "evictions", "rematerialisations", "added s", words=[0]
+    )
+    for report in reports:
+        table.add_row(
+            report.module or "(the model)",
+            str(report.evictions),
+            str(report.rematerialisations),
+            f"{report.added_seconds:.3f}",
+        )
+    return table
 
 
 def peaks_table(reports: Sequence[PeakReport], *, title: str | None = None) -> Table:

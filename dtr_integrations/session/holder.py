@@ -6,6 +6,7 @@ from typing import Any
 
 from ..core.peak import PeakReport
 from ..core.plan import Plan
+from ..online import OnlineReport
 
 
 class SessionHolder:
@@ -17,6 +18,11 @@ class SessionHolder:
     def plan(self) -> Plan | None:
         """The plan in force; None before the first training step, or when nothing could be planned."""
         return self.session.plan if self.session is not None else None
+
+    @property
+    def online(self) -> tuple[OnlineReport, ...]:
+        """What the online runtime did so far, module by module (`fallback="dtr"`)."""
+        return self.session.online if self.session is not None else ()
 
     @property
     def reports(self) -> list[PeakReport]:

@@ -53,12 +53,14 @@ from ..measure import (
     optimizer_state_tensors,
     tensors_in,
 )
+from ..online import OnlineReport, OnlineStep
 from ..pipeline import Planned, Progress, make_plan, planned_partitioner, silent
 from ..units import format_bytes
 from .batches import Batches
 from .decisions import Decisions
 from .notices import (
     WHAT_TO_DO,
+    say_online,
     say_plan,
     shown,
     warn_of_checkpointing,
@@ -118,6 +120,8 @@ class BudgetSession:
         self._parts: Parts | None = None  # what torch.compile can take, if that is not every target
         self._carried: tuple[str, Parts] | None = None  # the digest and the parts that are compiled by
         self._failed: dict[str, str] = {}  # targets that failed when they ran for real, since the last plan
+        self._endless: dict[str, str] = {}  # targets that are compiled anew without end, likewise
+        self._online: OnlineStep | None = None
         self._batches = Batches()
         self._gradients = BetweenSteps()
         self._grown = False  # the plan in force is for smaller batches
@@ -157,7 +161,12 @@ class BudgetSession:
         """The plan and the measured peaks as text for people."""
         from ..report import session_text  # rich is only needed when somebody looks
 
-        return session_text(self.planned, self.reports)
+        return session_text(self.planned, self.reports, self.online)
+
+    @property
+    def online(self) -> tuple[OnlineReport, ...]:
+        """What the online runtime did so far, module by module; nothing where none runs under it."""
+        return self._online.reports if self._online is not None else ()
 
     # -- lifecycle -------------------------------------------------------------------------------------------
 
@@ -171,7 +180,7 @@ class BudgetSession:
         is larger than any that was planned for, or it has other shapes than one that could not be planned (a
         bounded number of times; then graphs are planned on the spot, or not)."""
         tensors = list(tensors_in(batch))
-        if self.plan is not None and self.config.plan is None:
+        if self.plan is not None and self.plan.schedule and self.config.plan is None:
             left_bytes = self.plan.budget_bytes - self.plan.required_bytes
             if self._batches.outgrown_by(tensors, left_bytes=left_bytes):
                 size = format_bytes(live_bytes(tensors))
@@ -198,7 +207,7 @@ class BudgetSession:
         self._in_place = InPlace(
             targets, before_call or (lambda name, args, kwargs: None), self._compile_failed
         )
-        self._in_place.last_graph = lambda name, limit: warn_of_last_graph(self._named(name), limit)
+        self._in_place.last_graph = self._last_graph
         self._in_place.kept = self._graph_kept
         self._in_place.after_call = after_call or (lambda name, out: self.compiled())
 
@@ -278,10 +287,11 @@ class BudgetSession:
         if not planned.captured.step.graphs:
             if self.config.fallback == "error":
                 raise CaptureError(why_nothing(planned))
-            self._give_up(why_nothing(planned))
-            return
+            if self.config.fallback == "eager":
+                self._give_up(why_nothing(planned))
+                return
         self._adopt(planned)
-        if self.config.verify and not self._verified:
+        if self.config.verify and not self._verified and planned.plan.schedule:
             self._prove(source)
 
     def verify(self, source: StepSource, *, steps: int = 3) -> VerifyReport:
@@ -312,6 +322,9 @@ class BudgetSession:
 
     def close(self) -> None:
         """Restore the modules. The plan and the reports stay readable; calling twice is fine."""
+        if self._online is not None and not self._closed:
+            self.leave_step()
+            say_online(self.online, "over the run")
         self._closed = True
         self._ranks.close()
         if self._in_place is not None:
@@ -324,6 +337,19 @@ class BudgetSession:
 
     def __exit__(self, *exc: object) -> None:
         self.close()
+
+    # -- a step's scope --------------------------------------------------------------------------------------
+
+    def enter_step(self, batch: Any = ()) -> None:
+        """A step (or a micro-batch of one) with this batch begins; modules that run online need to see all of
+        it. Nothing happens where none does, or if the step has begun."""
+        if self._online is not None:
+            self._online.open(tensors_in(batch))
+
+    def leave_step(self) -> None:
+        """It has ended, or was given up; calling twice is fine."""
+        if self._online is not None:
+            self._online.close()
 
     # -- measuring -------------------------------------------------------------------------------------------
 
@@ -374,6 +400,7 @@ class BudgetSession:
             source=self.trace.source,
         )
         self.reports.append(report)
+        say_online(self.online, f"to step {self.step_count}")
         if self._log is not None:
             self._log.append(report)
         if self._settled:  # else a module fell back in this step, and the next one is planned without it
@@ -406,14 +433,17 @@ class BudgetSession:
             )
         measures = self.should_measure()
         tracing = self.tracing(_all_tensors(refers)) if measures else contextlib.nullcontext()
+        self.enter_step(refers.tensors)
         del refers  # the step may let go of what is in it
-        with tracing:
-            try:
+        try:
+            with tracing:
                 result = fn()
-            except Exception:
-                # It failed on fake tensors and it fails for real: not a step that cannot be planned.
-                self._settled = self._settled and not self._unproven
-                raise
+        except Exception:
+            # It failed on fake tensors and it fails for real: not a step that cannot be planned.
+            self._settled = self._settled and not self._unproven
+            raise
+        finally:
+            self.leave_step()
         self._unproven = False
         self.finish_step()
         return result
@@ -447,6 +477,8 @@ class BudgetSession:
                 given=given,
                 parts=self._parts,
                 failed=self._failed,
+                endless=self._endless,
+                online=self.config.fallback == "dtr",
                 progress=self._tell,
             )
 
@@ -474,6 +506,7 @@ class BudgetSession:
     def _unplan(self) -> None:
         """As before: the next call plans and verifies again."""
         self.planned, self._settled, self._carried = None, False, None
+        self._run_online({}, {})
         registry.unregister(self._registered)
         if self._in_place is not None:
             self._in_place.run_eagerly()
@@ -502,6 +535,7 @@ class BudgetSession:
         self._measure_soon()
         plan = planned.plan
         parts = planned.captured.parts or Parts(targets=self._installed)
+        self._run_online(_why_online(planned) if self.config.fallback == "dtr" else {}, planned.rises)
         carried, self._carried = self._carried, (plan.digest, parts)
         if self._carried != carried:  # else what is compiled stays as it is
             self._compile_by_plan(parts)
@@ -513,6 +547,20 @@ class BudgetSession:
                 self._log = PeakLog(directory, self.rank)
                 self._log.start()
         say_plan(plan)
+
+    def _run_online(self, why: Mapping[str, str], rises: Mapping[tuple[str, bool], int]) -> None:
+        """From the next step on these modules run online, in what the rest of the step leaves of the
+        budget."""
+        self.leave_step()
+        if not why:
+            self._online = None
+            return
+        budget_bytes = self.budget_bytes - self._reserve().total_bytes
+        if self.plan is not None:  # with on_infeasible="best_effort" the plan may need more
+            budget_bytes = max(budget_bytes, self.plan.predicted_allocated_bytes)
+        if self._online is None:
+            self._online = OnlineStep(self.model, self.optimizers, budget_bytes=budget_bytes)
+        self._online.use(why, rises=rises, budget_bytes=budget_bytes)
 
     def _compile_by_plan(self, parts: Parts) -> None:
         assert self.plan is not None
@@ -526,6 +574,8 @@ class BudgetSession:
                 targets={name: self.model.get_submodule(name) for name in parts.targets},
                 excluded={name: self.model.get_submodule(name) for name in parts.excluded},
                 donates=parts.donates,
+                around=self._online.around if self._online is not None else None,
+                entering=self._online.entering if self._online is not None else None,
             )
 
     def _measure_soon(self) -> None:
@@ -534,13 +584,18 @@ class BudgetSession:
     def _say_what_is_left_out(self, captured: Captured) -> None:
         """Warn of modules that torch.compile cannot take, each once; an error with fallback="error"."""
         known = {**(self._parts.excluded if self._parts is not None else {}), **self._failed}
-        self._failed = {}
+        self._failed, self._endless = {}, {}
         self._parts = captured.parts
-        texts = [
-            f"torch.compile cannot take {self._named(name)}: {why}"
-            for name, why in captured.left_out.items()
-            if name not in known
-        ]
+        new = {name: why for name, why in captured.left_out.items() if name not in known}
+        if self.config.fallback == "dtr":
+            for name, why in new.items():
+                log.warning(
+                    "%s runs under the online runtime, in what the rest leaves of the budget: %s",
+                    self._named(name),
+                    why,
+                )
+            return
+        texts = [f"torch.compile cannot take {self._named(name)}: {why}" for name, why in new.items()]
         if texts and self.config.fallback == "error":
             raise CompileError(f"{'; '.join(texts)}. {WHAT_TO_DO}")
         if captured.step.graphs:  # else there is one warning for all
@@ -557,6 +612,12 @@ class BudgetSession:
         if gives_up:
             self._failed[name] = reason(error)
             self._settled = False  # the next step is planned without it
+
+    def _last_graph(self, name: str, limit: int) -> None:
+        warn_of_last_graph(self._named(name), limit, falls_back=self.config.fallback == "dtr")
+        if self.config.fallback == "dtr":
+            self._endless[name] = f"it was compiled {limit} times for different shapes or branches"
+            self._settled = False
 
     def _graph_kept(self, name: str) -> None:
         warnings.warn(
@@ -581,6 +642,14 @@ class BudgetSession:
 
     def _give_up(self, reason: str) -> None:
         self._carried = None
+        if self.config.fallback == "dtr":
+            log.warning(
+                "%s runs under the online runtime, the whole step: %s", type(self.model).__name__, reason
+            )
+            self._run_online({"": reason}, {})
+            if self._in_place is not None and self._online is not None:
+                self._in_place.run_eagerly({"": self.model}, self._online.entering)
+            return
         if self._in_place is not None:
             self._in_place.run_eagerly()
         warn_of_nothing(type(self.model).__name__, self.config.budget, reason)
@@ -610,6 +679,14 @@ def _all_tensors(refers: Referred) -> list[torch.Tensor]:
     modules = [t for module in refers.modules for t in (*module.parameters(), *module.buffers())]
     states = [t for optimizer in refers.optimizers for t in optimizer_state_tensors(optimizer)]
     return [*refers.tensors, *modules, *states]
+
+
+def _why_online(planned: Planned) -> Mapping[str, str]:
+    """The modules that are to run online; the whole step where nothing is compiled."""
+    captured = planned.captured
+    if captured.left_out or captured.step.graphs:
+        return captured.left_out
+    return {"": why_nothing(planned)}
 
 
 def _device_of(model: nn.Module) -> torch.device:

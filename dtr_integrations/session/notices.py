@@ -5,10 +5,12 @@ from __future__ import annotations
 import logging
 import sys
 import warnings
+from collections.abc import Sequence
 
 from ..core.peak import PeakReport
 from ..core.plan import Plan
 from ..errors import NothingPlanned, PlanWarning
+from ..online import OnlineReport
 from ..pipeline import Planned
 from ..units import format_bytes
 
@@ -94,8 +96,31 @@ def warn_of_checkpointing(planned: Planned) -> None:
     )
 
 
-def warn_of_last_graph(module: str, limit: int) -> None:
-    """A module has got the last graph that torch's recompile limit allows."""
+def say_online(reports: Sequence[OnlineReport], when: str) -> None:
+    """Log what the online runtime did so far, module by module."""
+    for report in reports:
+        log.info(
+            "online %s, %s: %d evictions, %d rematerialisations, %.3f s added; because %s",
+            report.module or "(the model)",
+            when,
+            report.evictions,
+            report.rematerialisations,
+            report.added_seconds,
+            report.why,
+        )
+
+
+def warn_of_last_graph(module: str, limit: int, *, falls_back: bool = False) -> None:
+    """A module has got the last graph that torch's recompile limit allows. `falls_back`: the next step runs
+    it online."""
+    if falls_back:
+        log.warning(
+            "%s has been compiled %d times for different shapes or branches, as often as "
+            "torch._dynamo.config.recompile_limit allows: the next step is planned with it online",
+            module,
+            limit,
+        )
+        return
     warnings.warn(
         f"{module} has been compiled {limit} times for different shapes or "
         "branches, as often as torch._dynamo.config.recompile_limit allows: whatever else comes runs "
