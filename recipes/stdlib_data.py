@@ -4,6 +4,7 @@ there."""
 from __future__ import annotations
 
 import sysconfig
+from collections.abc import Iterator
 from pathlib import Path
 
 import torch
@@ -18,15 +19,21 @@ def stdlib_text(limit_bytes: int = 4_000_000) -> bytes:
 
     The same on every call with the same Python; another version has another text.
     """
-    root = Path(sysconfig.get_path("stdlib"))
     parts, total = [], 0
+    for source in stdlib_sources():
+        parts.append(source)
+        total += len(source)
+        if total >= limit_bytes:
+            break
+    return b"".join(parts)[:limit_bytes]
+
+
+def stdlib_sources() -> Iterator[bytes]:
+    """The library's `.py` files in the order of their paths, each as it is on disk."""
+    root = Path(sysconfig.get_path("stdlib"))
     for path in sorted(root.rglob("*.py"), key=lambda path: path.relative_to(root).as_posix()):
         if _SKIPPED.isdisjoint(path.relative_to(root).parts):
-            parts.append(path.read_bytes())
-            total += len(parts[-1])
-            if total >= limit_bytes:
-                break
-    return b"".join(parts)[:limit_bytes]
+            yield path.read_bytes()
 
 
 class ByteWindows(Dataset[tuple[torch.Tensor, torch.Tensor]]):

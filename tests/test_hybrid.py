@@ -211,7 +211,7 @@ def test_in_a_loop_that_somebody_else_runs() -> None:
 
     model, optimizer, loss_of = build(make)
     session = TrainerSession(
-        dtr_integrations.DTRConfig(budget=budget_at(make, 0.75), fallback="dtr", log_every_n_steps=1),
+        dtr_integrations.DTRConfig(budget=budget_at(make, 0.9), fallback="dtr", log_every_n_steps=1),
         model,
         optimizers=[optimizer],
     )

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 RECIPES = Path(__file__).resolve().parents[1] / "recipes"
-MODULES = ("demo", "display", "findings", "gpt", "paired", "stdlib_data")
+MODULES = ("demo", "display", "dynamic", "experts", "findings", "gpt", "paired", "stdlib_data", "trees")
 
 
 @pytest.fixture(autouse=True)
@@ -96,3 +96,40 @@ def test_the_demo_on_a_tiny_model(tmp_path, monkeypatch, capfd):
     assert all(peak["peak_allocated_bytes"] <= peak["budget_bytes"] for peak in peaks)
     assert "saved activations" in said
     assert "95 % interval" in said
+
+
+def test_the_trees_are_those_of_the_library_and_a_tree_has_its_loss():
+    pytest.importorskip("lightning")
+    from trees import KINDS, TreeLSTM, size, syntax_trees
+
+    trees = list(syntax_trees(40, 3))
+    assert len(trees) == 3
+    assert trees == list(syntax_trees(40, 3))
+    assert all(20 <= size(tree) <= 40 and KINDS[tree[0]] == "FunctionDef" for tree in trees)
+    net = TreeLSTM(width=8, readers=2).eval()
+    assert abs(net(trees[0]).item() - torch.tensor(len(KINDS)).log().item()) < 1.0
+
+
+def test_each_token_goes_to_the_expert_that_it_chose():
+    pytest.importorskip("lightning")
+    from experts import Experts
+    from torch.nn import functional
+
+    torch.manual_seed(0)
+    layer, x = Experts(8, 3), torch.randn(2, 5, 8)
+    tokens = layer.norm(x).flatten(0, 1)
+    weights, choice = layer.router(tokens).softmax(-1).max(-1)
+    each = [
+        layer.down[k](functional.gelu(layer.up[k](token))) * w
+        for token, k, w in zip(tokens, choice, weights, strict=True)
+    ]
+    assert torch.allclose(layer(x), x + torch.stack(each).view_as(x), atol=1e-6)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("what", ["trees", "experts"])
+def test_what_cannot_be_planned_trains_under_half_of_its_peak(what, capfd):
+    pytest.importorskip("lightning")
+    import dynamic
+
+    assert dynamic.main(what, small=True) == 0, capfd.readouterr().out
