@@ -118,6 +118,11 @@ _NEEDED: dict[str, tuple[str, ...]] = {
     # keeps Dynamo out of the online runtime's own frames (torch/_dynamo/eval_frame.py)
     "torch._dynamo.eval_frame": ("OptimizedModule", "set_code_exec_strategy"),
     "torch._dynamo.types": ("FrameAction", "FrameExecStrategy"),
+    # in whose forward torch.compile splits graphs at gradient buckets (torch/nn/parallel/distributed.py)
+    "torch.nn.parallel": (
+        "DistributedDataParallel._get_active_ddp_module",
+        "DistributedDataParallel._inside_ddp_forward",
+    ),
     # `nn.Module.__call__` hands over to `_compiled_call_impl` (torch/nn/modules/module.py)
     "torch.nn": ("Module._call_impl", "Module._compiled_call_impl"),
 }
@@ -188,6 +193,7 @@ __all__ = [
     "FakeTensorMode",
     "GraphLowering",
     "V",
+    "active_ddp",
     "canonical",
     "compile_call",
     "compile_fx",
@@ -199,6 +205,7 @@ __all__ = [
     "extracted",
     "get_hash_for_files",
     "inductor_config",
+    "inside_ddp_forward",
     "is_compile_error",
     "keeps_graph",
     "leave_out",
@@ -311,6 +318,16 @@ def unlogged() -> Iterator[None]:
 def keeps_graph() -> bool:
     """Inside a backward: whether what it reads is kept for another one (`retain_graph`, `create_graph`)."""
     return bool(torch._C._autograd._get_current_graph_task_keep_graph())
+
+
+def active_ddp() -> Any:
+    """The `DistributedDataParallel` in whose forward this runs, or None."""
+    return torch.nn.parallel.DistributedDataParallel._get_active_ddp_module()
+
+
+def inside_ddp_forward(parallel: Any) -> contextlib.AbstractContextManager[None]:
+    """As inside of the forward of that `DistributedDataParallel`."""
+    return parallel._inside_ddp_forward()  # type: ignore[no-any-return]
 
 
 def default_store() -> Any:

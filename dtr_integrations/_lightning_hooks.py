@@ -98,6 +98,7 @@ class AutoCheckpointHooks(SessionHolder):
             world_size=trainer.world_size,
             progress=self._show if self.config.progress else None,
         )
+        self.session.wrapped_in(trainer.strategy.model)
 
     def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
         """Plan, if there is no plan yet; begin measuring, if this optimizer step is one to measure."""
@@ -106,7 +107,13 @@ class AutoCheckpointHooks(SessionHolder):
             return
         self._abandon()
         if session.plans_for(batch):
-            step = LightningStep(namespace=self.namespace, trainer=trainer, module=pl_module, batch=batch)
+            step = LightningStep(
+                namespace=self.namespace,
+                trainer=trainer,
+                module=pl_module,
+                batch=batch,
+                buckets=session.buckets,
+            )
             if self._targets is None:
                 self._targets = tuple(self.config.targets or step.called())
                 session.install(_modules(pl_module, self._targets), after_call=_nothing)

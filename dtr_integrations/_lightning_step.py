@@ -14,9 +14,12 @@ from dataclasses import dataclass
 from typing import Any
 
 from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader
 
+from ._compat import inside_ddp_forward
 from ._lightning_twin import is_metric, silence, trainer_for
+from .capture.buckets import Buckets, BucketsTwin
 from .capture.called import called_modules
 from .capture.source import FakeStep, zero_gradients
 from .capture.world import World
@@ -42,6 +45,7 @@ class LightningStep:
         namespace: `lightning.pytorch` or `pytorch_lightning`.
         trainer, module, batch: the real ones; none is changed.
         targets: names in `module` to compile.
+        buckets: those of a DDP around the module.
     """
 
     namespace: Any
@@ -49,6 +53,7 @@ class LightningStep:
     module: nn.Module
     batch: Any
     targets: tuple[str, ...] = ()
+    buckets: Buckets | None = None
 
     def build(self, world: World) -> FakeStep:
         """See `StepSource.build`."""
@@ -64,11 +69,12 @@ class LightningStep:
         batch = world.copy(self.batch)
         trainer = trainer_for(module, optimizers, self.trainer, self.namespace)
         module.trainer = trainer
+        buckets = self.buckets.twin(world, module) if self.buckets is not None else None
         run = _automatic if self.module.automatic_optimization else _manual
         return FakeStep(
             model=module,
             targets=self.targets,
-            run=run(trainer, batch),
+            run=_inside(self.trainer.strategy.model, run(trainer, batch, buckets)),
             optimizers=optimizers,
             batch=lambda: batch,
         )
@@ -87,7 +93,19 @@ class LightningStep:
         )
 
 
-def _automatic(trainer: Any, batch: Any) -> Callable[[], None]:
+def _inside(parallel: Any, run: Callable[[], None]) -> Callable[[], None]:
+    """`run`, as inside of the forward of a DDP: there torch.compile splits graphs at its buckets."""
+    if not isinstance(parallel, DistributedDataParallel):
+        return run
+
+    def inside() -> None:
+        with inside_ddp_forward(parallel):
+            run()
+
+    return inside
+
+
+def _automatic(trainer: Any, batch: Any, buckets: BucketsTwin | None) -> Callable[[], None]:
     epoch_loop = trainer.fit_loop.epoch_loop
     micro_batches = trainer.accumulate_grad_batches
     batch_numbers = itertools.count(micro_batches)  # not the first of the run, which may be special
@@ -95,6 +113,8 @@ def _automatic(trainer: Any, batch: Any) -> Callable[[], None]:
     def run() -> None:
         for micro in range(micro_batches):
             trainer.fit_loop.accumulating = micro < micro_batches - 1
+            if buckets is not None:
+                buckets.reduces = not trainer.fit_loop.accumulating
             number = next(batch_numbers)
             arguments = epoch_loop._build_kwargs(OrderedDict(), batch, number)
             epoch_loop.automatic_optimization.run(trainer.optimizers[0], number, arguments)
@@ -102,7 +122,7 @@ def _automatic(trainer: Any, batch: Any) -> Callable[[], None]:
     return run
 
 
-def _manual(trainer: Any, batch: Any) -> Callable[[], None]:
+def _manual(trainer: Any, batch: Any, buckets: BucketsTwin | None) -> Callable[[], None]:
     epoch_loop = trainer.fit_loop.epoch_loop
     batch_numbers = itertools.count(1)
     waiting: set[int] = set()
@@ -110,6 +130,7 @@ def _manual(trainer: Any, batch: Any) -> Callable[[], None]:
         optimizer.register_step_post_hook(lambda stepped, *_: waiting.discard(id(stepped)))
 
     def run() -> None:
+        assert buckets is None or buckets.reduces  # every backward of a manual step does
         waiting.update(id(optimizer) for optimizer in trainer.optimizers)
         for _ in range(_MAX_MANUAL_BATCHES):
             arguments = epoch_loop._build_kwargs(OrderedDict(), batch, next(batch_numbers))

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from ._compat import active_ddp
 from .capture.called import calls_inside
 from .capture.seen import LoopWatch, SeenForward
 from .capture.source import ModuleStep, tensors_of
@@ -65,6 +66,8 @@ class CalledSession(BudgetSession):
     def _before_call(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if self._watch is not None and self._watch.over:
             self._look_at_loop(self._watch)
+        if self.plan is None:  # a model may be wrapped later than it is given to a session
+            self.wrapped_in(active_ddp())
         settled = self._settled
         if self.plans_for((args, kwargs)):
             if settled:  # the batch has grown, and what was seen belongs to a smaller one
@@ -96,6 +99,7 @@ class CalledSession(BudgetSession):
             micro_batches=self.micro_batches,
             assumes_loss=self._assumes,
             seen=seen,
+            buckets=self.buckets,
         )
 
     def _planned_for(self, source: Any, *, best_effort: bool, **others: Any) -> Planned:

@@ -21,6 +21,7 @@ from ..errors import CaptureError
 from .world import World
 
 if TYPE_CHECKING:
+    from .buckets import Buckets
     from .seen import SeenForward
 
 
@@ -163,7 +164,7 @@ class ModuleStep:
     so they live beside the activations; otherwise they are dropped before the forward. `context()` wraps
     forward and loss (autocast). `assumes_loss`: an output without a loss in it is taken to get one that is as
     large as a cross-entropy. `seen`: what a loop makes of the output and how long it holds it, seen in an
-    earlier step; in the place of the call and of its loss.
+    earlier step; in the place of the call and of its loss. `buckets`: those of a DDP around the model.
     """
 
     model: nn.Module
@@ -177,6 +178,7 @@ class ModuleStep:
     context: Callable[[], Any] | None = None
     assumes_loss: bool = False
     seen: SeenForward | None = None
+    buckets: Buckets | None = None
 
     def build(self, world: World) -> FakeStep:
         """See `StepSource.build`."""
@@ -188,9 +190,12 @@ class ModuleStep:
             model.train()
         optimizer = world.optimizer(self.optimizer) if self.optimizer is not None else None
         loop: _Loop = self.seen.twin(world, model) if self.seen is not None else self._plain(world, model)
+        buckets = self.buckets.twin(world, model) if self.buckets is not None else None
 
         def run() -> None:
             for micro in range(self.micro_batches):
+                if buckets is not None:
+                    buckets.reduces = micro == self.micro_batches - 1
                 if micro == 0 and not self.zero_after_forward:
                     zero_gradients(model.parameters())
                 loop.forward()

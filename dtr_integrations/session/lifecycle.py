@@ -24,6 +24,7 @@ from .._randomness import preserved_randomness
 from ..apply import registry
 from ..apply.dispatch import InPlace
 from ..apply.partitioner import PlanPartitioner, planned_options
+from ..capture.buckets import Buckets
 from ..capture.closure import BetweenSteps, FunctionStep
 from ..capture.source import StepSource
 from ..capture.step import Captured, Parts, reason
@@ -85,6 +86,7 @@ class BudgetSession:
         planned: the plan with all that led to it (`pipeline.Planned`), or None.
         reports: one `PeakReport` for each measured optimizer step.
         trace: the last measured step's `TracedPeak`, or None.
+        buckets: of a `DistributedDataParallel` around the model, or None.
     """
 
     def __init__(
@@ -128,8 +130,9 @@ class BudgetSession:
         self._unproven = False  # given up on because the dry run failed; the step may be at fault itself
         self._verified = False
         self._measured_before_plan = 0
-        # Of the batch, there before a trace on the CPU begins and not known to it.
-        self._unseen_batch_bytes = 0
+        # There before a trace on the CPU begins and not known to it: of the batch, and DDP's buckets.
+        self._unseen_batch_bytes = self._bucket_bytes = 0
+        self.buckets: Buckets | None = None
         self._peaks = StepPeaks(model, self.optimizers, self.device)
         self._decisions = Decisions(self.device.type, self._measure_soon)
         self._log: PeakLog | None = None
@@ -191,6 +194,12 @@ class BudgetSession:
         if self.needs_plan:
             self._batches.plan_for(tensors)
         return self.needs_plan
+
+    def wrapped_in(self, parallel: Any) -> None:
+        """The module around the model, as data parallelism has it. Of a DDP the buckets count from now on."""
+        self.buckets = Buckets.of(parallel, self.model)
+        self._bucket_bytes = self.buckets.bytes_of(self.model) if self.buckets is not None else 0
+        self._peaks.gradients_are_buckets = self.buckets is not None and self.buckets.as_views
 
     def install(
         self,
@@ -355,6 +364,8 @@ class BudgetSession:
 
     def should_measure(self, *, last_step: int | None = None) -> bool:
         """Whether the optimizer step that comes next is one to measure."""
+        if self.buckets is not None and self.step_count == 1:  # DDP lays its buckets out anew in it
+            return False
         return self.plan is not None and is_measured(
             self.step_count + 1,
             every=self.config.log_every_n_steps,
@@ -390,7 +401,7 @@ class BudgetSession:
             budget_bytes=self.budget_bytes,
             predicted_allocated_bytes=self.plan.predicted_allocated_bytes,
             peak_allocated_bytes=self.trace.peak_allocated_bytes
-            or static + self.trace.peak_bytes + self._unseen_batch_bytes,
+            or static + self.trace.peak_bytes + self._unseen_batch_bytes + self._bucket_bytes,
             peak_reserved_bytes=self.trace.peak_reserved_bytes,
             non_torch_bytes=self.trace.non_torch_bytes,
             reserve_bytes=self.plan.reserve_bytes,

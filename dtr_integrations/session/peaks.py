@@ -30,6 +30,7 @@ class StepPeaks:
         self._model = model
         self._optimizers = optimizers
         self._device = device
+        self.gradients_are_buckets = False  # DDP's, which are counted apart
         self._static_at_open = 0
         self._highest: tuple[TracedPeak, int] | None = None
 
@@ -61,7 +62,8 @@ class StepPeaks:
         own = {storage._cdata for storage in storages_of(static)}
         held = [tensor for place in inside(self._model).values() for tensor in tensors_in(place.get())]
         tensors = [*held, *tensors_in(batch)]
-        leaves = [leaf for leaf in (*static, *tensors) if leaf.is_leaf]
+        with_gradients = tensors if self.gradients_are_buckets else (*static, *tensors)
+        leaves = [leaf for leaf in with_gradients if leaf.is_leaf]
         tensors += [leaf.grad for leaf in leaves if leaf.grad is not None]
         return [t for t in tensors if own.isdisjoint(storage._cdata for storage in storages_of([t]))]
 

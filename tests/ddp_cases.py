@@ -1,0 +1,140 @@
+"""One rank of a training with DDP: `python ddp_cases.py DOOR RANK WORLD_SIZE PORT BUDGET VIEWS DIRECTORY`.
+
+DOOR is "accelerate" or "lightning", VIEWS 0 or 1 (`gradient_as_bucket_view`). Prints one line of JSON.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import sys
+import warnings
+from typing import Any
+
+import torch
+from torch import nn
+
+STEPS = 4
+
+
+WIDTH = int(os.environ.get("WIDTH", "64"))  # 256: beyond DDP's first bucket of 1 MiB
+
+
+class Net(nn.Module):
+    """Six blocks of `WIDTH`."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(6))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = nn.functional.gelu(layer(x))
+        return x
+
+
+def batches(rank: int) -> list[torch.Tensor]:
+    generator = torch.Generator().manual_seed(rank)
+    return [torch.randn(512, WIDTH, generator=generator) for _ in range(STEPS)]
+
+
+def with_accelerate(rank: int, budget: str, views: bool, directory: str) -> tuple[Any, Any]:
+    from accelerate import Accelerator
+    from accelerate.utils import DistributedDataParallelKwargs
+
+    from dtr_integrations.accelerate import install
+
+    engine = Accelerator(
+        cpu=True, kwargs_handlers=[DistributedDataParallelKwargs(gradient_as_bucket_view=views)]
+    )
+    installed = install(engine, budget=budget, progress=False, log_every_n_steps=1, run_dir=directory)
+    model = Net()
+    model, optimizer = engine.prepare(model, torch.optim.AdamW(model.parameters(), lr=1e-2))
+    for x in batches(rank):
+        optimizer.zero_grad()
+        engine.backward(model(x).square().mean())
+        optimizer.step()
+    return installed, model
+
+
+def with_lightning(rank: int, budget: str, views: bool, directory: str) -> tuple[Any, Any]:
+    import lightning
+    from lightning.pytorch.strategies import DDPStrategy
+    from torch.utils.data import DataLoader
+
+    from dtr_integrations import AutoCheckpoint
+
+    parallel: list[Any] = []
+
+    class Module(lightning.LightningModule):
+        def __init__(self) -> None:
+            super().__init__()
+            self.net = Net()
+
+        def training_step(self, batch: torch.Tensor, batch_idx: int) -> torch.Tensor:
+            return self.net(batch).square().mean()
+
+        def configure_optimizers(self) -> Any:
+            return torch.optim.AdamW(self.parameters(), lr=1e-2)
+
+        def on_train_end(self) -> None:
+            parallel.append(self.trainer.strategy.model)
+
+    module = Module()
+    callback = AutoCheckpoint(budget, progress=False, log_every_n_steps=1, run_dir=directory)
+    trainer = lightning.Trainer(
+        accelerator="cpu",
+        devices=2,
+        strategy=DDPStrategy(gradient_as_bucket_view=views, process_group_backend="gloo"),
+        max_steps=STEPS,
+        callbacks=[callback],
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        use_distributed_sampler=False,
+    )
+    trainer.fit(module, DataLoader(batches(rank), batch_size=None))
+    return callback, parallel[0]
+
+
+def main() -> None:
+    door, rank, world_size, port, budget, views, directory = sys.argv[1:]
+    os.environ |= {
+        "RANK": rank,
+        "LOCAL_RANK": rank,
+        "WORLD_SIZE": world_size,
+        "LOCAL_WORLD_SIZE": world_size,
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": port,
+        "NODE_RANK": "0",
+    }
+    logging.getLogger("torch.__trace").disabled = True
+    warnings.simplefilter("ignore")
+    torch.manual_seed(0)
+    train = with_accelerate if door == "accelerate" else with_lightning
+    held, model = train(int(rank), budget, views == "1", directory)
+    plan, torchs_own = held.plan, model._get_ddp_logging_data()
+    result = {
+        "static_bytes": plan.static_bytes,
+        "default_bytes": plan.default_allocated_bytes,
+        "is_default": plan.is_default,
+        "digest": plan.digest,
+        "graphs": len(plan.schedule),
+        "on_the_spot": len(held.session._decisions._unknown),
+        "breakdown": plan.breakdown,
+        "errors": [report.prediction_error for report in held.reports],
+        "within": [report.within_budget for report in held.reports],
+        "predicted": [report.predicted_allocated_bytes for report in held.reports],
+        "measured": [report.peak_allocated_bytes for report in held.reports],
+        "gradients": [p.grad.flatten().tolist() for p in model.parameters()],
+        "bucket_bytes": sum(map(int, torchs_own["rebuilt_bucket_sizes"].split(","))),
+        "parameter_bytes": sum(p.nbytes for p in model.parameters()),
+    }
+    print(json.dumps(result), flush=True)
+    torch.distributed.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()
