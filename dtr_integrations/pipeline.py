@@ -133,13 +133,14 @@ def make_plan(
         if best.peak_bytes <= target:
             break
     advice = _advice(source, whole, target, reserve, device)
-    # With nothing compiled the runtime decides alone, and it refuses what does not fit.
-    all_online = online and not whole.step.graphs
-    if best.peak_bytes > target and not best_effort and not all_online:
+    # Where nothing is compiled, or sizes are not known, the runtime finds out what fits.
+    sized = whole.parts is None or whole.parts.sized
+    decided_online = online and (not whole.step.graphs or not sized)
+    if best.peak_bytes > target and not best_effort and not decided_online:
         raise _infeasible(captured, frontier, bench.promised or best, budget_bytes, reserve, advice)
     clock.lap("search and certify")
     allocated_bytes = best.peak_bytes + _more_online(best.profile, target)
-    if all_online:
+    if decided_online:
         allocated_bytes = min(allocated_bytes, target)
     plan = Plan(
         budget_bytes=budget_bytes,

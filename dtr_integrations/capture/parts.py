@@ -103,7 +103,7 @@ class _Search:
         """The parts that do not depend on data. Where shapes do, all that the module calls does."""
         reads = {name: why for name, why in self._reads_of_data.items() if self._is_in_targets(name)}
         whole = [name for name, why in reads.items() if why.shapes]
-        parts = Parts(targets=tuple(self.step.targets), online=True)
+        parts = Parts(targets=tuple(self.step.targets), online=True, sized=not whole)
         parts = self.replaced(parts, {n: str(why) for n, why in reads.items() if why.shapes}, inside=False)
         others = {n: str(why) for n, why in reads.items() if not any(_is_within(n, w) for w in whole)}
         return self.replaced(parts, others)

@@ -118,13 +118,14 @@ class Parts:
     where a target calls them. `donates`: a backward may overwrite what its forward handed to it, which it
     cannot where a call has several backwards (`retain_graph`). `holds`: how a dry run takes conditions that
     depend on parameters. `online`: the excluded run under the online runtime, which may evict what autograd
-    saves there."""
+    saves there; not `sized`: shapes there follow from data, and a dry run takes them at their largest."""
 
     targets: tuple[str, ...]
     excluded: Mapping[str, str] = field(default_factory=dict)
     donates: bool = True
     holds: bool = True
     online: bool = False
+    sized: bool = True
 
 
 class TargetsFailed(CaptureError):
