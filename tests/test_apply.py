@@ -295,23 +295,27 @@ def test_ops_that_draw_from_the_generator_run_in_the_order_of_the_default(genera
         assert order() == expected
 
 
-def test_a_mask_is_drawn_with_the_layout_of_the_default(generated: list[str]) -> None:
-    """In place, so in the order of its storage: laid out otherwise, other elements would be dropped."""
+@pytest.mark.parametrize("after_another", [False, True])
+def test_a_mask_is_drawn_with_the_layout_of_the_default(generated: list[str], after_another: bool) -> None:
+    """In place, so in the order of its storage: laid out otherwise, other elements would be dropped. The
+    second one waits for the first."""
 
     def strides() -> str:
         forward, _ = generated[-2:]
-        (mask,) = re.findall(r"aten\.bernoulli_\.float\((\w+),", forward)
+        *_, mask = re.findall(r"aten\.bernoulli_\.float\((\w+),", forward)
         return re.findall(rf"{mask} = empty_strided_cpu\(\([^)]*\), \(([^)]*)\)", forward)[0]
 
-    model = nn.Sequential(nn.Conv2d(4, 8, 3, padding=1), nn.AlphaDropout(0.1), nn.Conv2d(8, 4, 1))
+    first = [nn.Dropout2d(0.1)] if after_another else []
+    model = nn.Sequential(nn.Conv2d(4, 8, 3, padding=1), *first, nn.AlphaDropout(0.1), nn.Conv2d(8, 4, 1))
     source = ModuleStep(model=model, args=(torch.randn(2, 4, 8, 8),))
     (graph,) = capture(source).step.graphs
-    (draw,) = graph.draws
+    *others, draw = graph.draws
+    assert len(others) == after_another
     assert strides() == str(draw.strides)[1:-1]
     contiguous, last = (512, 64, 8, 1), (512, 1, 64, 8)
     assert draw.strides in (contiguous, last)
     for wanted in (contiguous, last):
-        schedule = replace(schedule_for(graph, ()), draws=(replace(draw, strides=wanted),))
+        schedule = replace(schedule_for(graph, ()), draws=(*others, replace(draw, strides=wanted)))
         with planned_partitioner((schedule,), mode="schedule") as partitioner:
             dry_step(source, partitioner)
         assert strides() == str(wanted)[1:-1]

@@ -150,6 +150,8 @@ def _draw_alike(forward: fx.GraphModule, draws: dict[str, tuple[int, ...]]) -> N
     for name, strides in draws.items():
         if len(strides) > 1:
             drawn = by_name[name]
+            # What is ordered is lowered as a graph of its own, whose output gets the strides that stand here.
+            drawn.meta["val"] = drawn.meta["val"].as_strided(drawn.meta["val"].shape, strides)
             with forward.graph.inserting_after(drawn):
                 laid_out = forward.graph.call_function(
                     torch.ops.prims.inductor_force_stride_order.default, (drawn, list(strides))

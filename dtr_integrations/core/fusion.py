@@ -153,11 +153,11 @@ def _folded(graph: JointGraph) -> list[tuple[int, int]]:
     sum.
 
     `torch/_inductor/fx_passes/post_grad.py`, `addmm`: a product of two matrices that only an `add` of its
-    shape reads. A tied embedding's gradient is such a sum, and its product then holds its inputs until the
-    end of the backward.
+    shape reads, and that is no output. A tied embedding's gradient is such a sum, and its product then holds
+    its inputs until the end of the backward.
     """
     found = []
-    taken: set[int] = set()
+    taken: set[int] = {*graph.forward_outputs, *graph.backward_outputs}
     for op in graph.ops:
         if not op.target.startswith("aten.add.") or op.kind is not OpKind.POINTWISE:
             continue
