@@ -183,8 +183,8 @@ class ForwardTwin:
 class LoopWatch(TorchFunctionMode):
     """Writes down what a loop does, from a call of `model` to the backward.
 
-    `called` and `returned` are told of each call of the model, `stepped` of the optimizer's step. Meanwhile
-    nothing else is compiled: torch.compile would trace this mode.
+    `called` and `returned` are told of each call of the model, `stepped` of the optimizer's step. Between
+    such a call and the backward nothing else is compiled: torch.compile would trace this mode.
 
     Attributes:
         over: the backward has begun (or there is a `fault`); nothing is written down any more.
@@ -227,6 +227,7 @@ class LoopWatch(TorchFunctionMode):
                 tensor.grad_fn.register_prehook(self._loss_is_through)
         self._stack = contextlib.ExitStack()
         self._stack.enter_context(torch.compiler.set_stance("force_eager"))
+        self._stack.enter_context(self._ending_at_the_backward())
         self.__enter__()
 
     def suspend(self) -> None:
@@ -265,9 +266,6 @@ class LoopWatch(TorchFunctionMode):
         kwargs = kwargs or {}
         if self.over:
             return func(*args, **kwargs)
-        if func is torch.Tensor.backward:
-            self._begins_backward(args, kwargs)
-            return func(*args, **kwargs)
         self._drop_the_dead()
         places = self._places((args, kwargs))  # before the call, which may change its arguments
         out = func(*args, **kwargs)
@@ -278,6 +276,24 @@ class LoopWatch(TorchFunctionMode):
             self._functions += 1
             self._note_size(*tensors_of((args, kwargs)), *tensors)
         return out
+
+    @contextlib.contextmanager
+    def _ending_at_the_backward(self) -> Iterator[None]:
+        """A mode that is left inside of its own call is put back after it, so the backward is seen from
+        outside: what is compiled and called after it must not meet this mode."""
+        backward = torch.Tensor.backward
+
+        def seen(*args: Any, **kwargs: Any) -> None:
+            self.suspend()
+            if not self.over:
+                self._begins_backward(args, kwargs)
+            backward(*args, **kwargs)
+
+        torch.Tensor.backward = seen  # type: ignore[method-assign, assignment]
+        try:
+            yield
+        finally:
+            torch.Tensor.backward = backward  # type: ignore[method-assign]
 
     def _begins_backward(self, args: Any, kwargs: Any) -> None:
         self._drop_the_dead()
