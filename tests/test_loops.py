@@ -356,3 +356,45 @@ def test_a_budget_without_room_for_an_assumed_loss(caplog: pytest.LogCaptureFixt
         with pytest.warns(PlanWarning, match="no plan fits"):
             nn.functional.cross_entropy(model(x), y).backward()
         assert session.plan.required_bytes > without.predicted_allocated_bytes
+
+
+def test_watches_that_end_in_any_order_leave_nothing_behind() -> None:
+    """Two models, called in turns before one backward: each call ends the other's watch, with its reason."""
+    backward, stance = torch.Tensor.backward, torch._dynamo.eval_frame._stance
+    first, second = nn.Linear(4, 4), nn.Linear(4, 4)
+    watches = [LoopWatch(model, lambda: None) for model in (first, second)]
+    x = torch.randn(2, 4)
+    for watch, model in zip((*watches, watches[0]), (first, second, first), strict=True):
+        watch.called((x,), {})
+        assert torch.Tensor.backward is backward
+        assert torch._dynamo.eval_frame._stance == stance
+        x = model(x)
+        watch.returned(x)
+    x.sum().backward()
+    assert torch.Tensor.backward is backward
+    assert torch._dynamo.eval_frame._stance == stance
+    assert not torch.overrides._get_current_function_mode_stack()
+    for watch in watches:
+        assert watch.over
+        assert "another model" in (watch.fault or "")
+        assert watch.seen() is None
+
+
+def test_nothing_runs_eagerly_after_the_backward_of_a_watched_loop() -> None:
+    model, other = nn.Linear(4, 4), nn.Linear(4, 4)
+    watch = LoopWatch(model, lambda: None)
+    x = torch.randn(2, 4)
+    watch.called((x,), {})
+    out = model(x)
+    watch.returned(out)
+    loss = out.square().mean()
+    graphs: list[Any] = []
+    compiled = torch.compile(other, backend=lambda graph, _: graphs.append(graph) or graph)
+    compiled(x)
+    assert not graphs  # in between it would be traced with the watch
+    loss.backward()
+    compiled(x)
+    assert len(graphs) == 1
+    assert watch.over
+    assert watch.fault is None
+    assert watch.seen() is not None

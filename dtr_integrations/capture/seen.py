@@ -180,6 +180,51 @@ class ForwardTwin:
         return pytree.tree_map(tensor, arguments)
 
 
+class _Watching:
+    """The watches at work. While there are any, torch.compile is off, and a backward is told to them before
+    it begins: a mode that is left inside of its own call is put back after it."""
+
+    def __init__(self) -> None:
+        self._watches: list[LoopWatch] = []
+        self._stack = contextlib.ExitStack()
+
+    def add(self, watch: LoopWatch) -> None:
+        if not self._watches:
+            self._stack.enter_context(torch.compiler.set_stance("force_eager"))
+            self._stack.enter_context(self._telling())
+        self._watches.append(watch)
+
+    def remove(self, watch: LoopWatch) -> None:
+        if watch in self._watches:
+            self._watches.remove(watch)
+            if not self._watches:
+                self._stack.close()
+
+    def yield_to(self, caller: LoopWatch) -> None:
+        for watch in tuple(self._watches):
+            watch.suspend()
+            if watch is not caller:
+                watch.over, watch.fault = True, "another model under a budget is called in it"
+
+    @contextlib.contextmanager
+    def _telling(self) -> Iterator[None]:
+        backward = torch.Tensor.backward
+
+        def told(*args: Any, **kwargs: Any) -> None:
+            for watch in tuple(self._watches):
+                watch.begins_backward(args, kwargs)
+            backward(*args, **kwargs)
+
+        torch.Tensor.backward = told  # type: ignore[method-assign, assignment]
+        try:
+            yield
+        finally:
+            torch.Tensor.backward = backward  # type: ignore[method-assign]
+
+
+_watching = _Watching()
+
+
 class LoopWatch(TorchFunctionMode):
     """Writes down what a loop does, from a call of `model` to the backward.
 
@@ -206,13 +251,13 @@ class LoopWatch(TorchFunctionMode):
         self._until: dict[int, Until] = {}
         self._is_through = False
         self._functions = self._largest_bytes = 0
-        self._stack: contextlib.ExitStack | None = None
 
     # -- the model's calls -----------------------------------------------------------------------------------
 
     def called(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
-        """The model is about to be called."""
-        self.suspend()
+        """The model is about to be called. Whoever watches another model's loop meanwhile gives it up: this
+        one runs compiled, and its plan has its own account of it."""
+        _watching.yield_to(self)
         if not self.over:
             self._drop_the_dead()
             self._add(None, (args, dict(kwargs)))
@@ -225,17 +270,13 @@ class LoopWatch(TorchFunctionMode):
         for tensor in tensors_of(out):
             if tensor.grad_fn is not None:
                 tensor.grad_fn.register_prehook(self._loss_is_through)
-        self._stack = contextlib.ExitStack()
-        self._stack.enter_context(torch.compiler.set_stance("force_eager"))
-        self._stack.enter_context(self._ending_at_the_backward())
+        _watching.add(self)
         self.__enter__()
 
     def suspend(self) -> None:
         """Stop watching, until the next `returned`."""
         remove_function_mode(self)
-        stack, self._stack = self._stack, None
-        if stack is not None:
-            stack.close()
+        _watching.remove(self)
 
     def stepped(self) -> None:
         """The optimizer has stepped."""
@@ -277,25 +318,11 @@ class LoopWatch(TorchFunctionMode):
             self._note_size(*tensors_of((args, kwargs)), *tensors)
         return out
 
-    @contextlib.contextmanager
-    def _ending_at_the_backward(self) -> Iterator[None]:
-        """A mode that is left inside of its own call is put back after it, so the backward is seen from
-        outside: what is compiled and called after it must not meet this mode."""
-        backward = torch.Tensor.backward
-
-        def seen(*args: Any, **kwargs: Any) -> None:
-            self.suspend()
-            if not self.over:
-                self._begins_backward(args, kwargs)
-            backward(*args, **kwargs)
-
-        torch.Tensor.backward = seen  # type: ignore[method-assign, assignment]
-        try:
-            yield
-        finally:
-            torch.Tensor.backward = backward  # type: ignore[method-assign]
-
-    def _begins_backward(self, args: Any, kwargs: Any) -> None:
+    def begins_backward(self, args: Any, kwargs: Any) -> None:
+        """`Tensor.backward` is about to be called: the loop is seen, and nothing is in the way any more."""
+        self.suspend()
+        if self.over:
+            return
         self._drop_the_dead()
         self._backward = self._places((args, kwargs))
         self.over = True
