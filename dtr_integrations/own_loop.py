@@ -14,7 +14,7 @@ import torch
 
 from ._compat import active_ddp
 from .capture.called import calls_inside
-from .capture.seen import LoopWatch, SeenForward
+from .capture.seen import LoopWatch, SeenForward, give_way
 from .capture.source import ModuleStep, tensors_of
 from .capture.step import reason
 from .errors import BudgetInfeasible, ConfigError, NothingPlanned
@@ -64,6 +64,7 @@ class CalledSession(BudgetSession):
         super().close()
 
     def _before_call(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        give_way(self._watch)
         if self._watch is not None and self._watch.over:
             self._look_at_loop(self._watch)
         if self.plan is None:  # a model may be wrapped later than it is given to a session

@@ -14,7 +14,7 @@ from torch import nn
 
 import dtr_integrations
 from dtr_integrations.capture.fake import FakeWorld
-from dtr_integrations.capture.seen import LOSS_OUTSIDE, LoopWatch, SeenForward, Until
+from dtr_integrations.capture.seen import LOSS_OUTSIDE, LoopWatch, SeenForward, Until, give_way
 from dtr_integrations.capture.source import assumed_loss
 from dtr_integrations.capture.world import RealWorld
 from dtr_integrations.errors import PlanWarning
@@ -365,6 +365,7 @@ def test_watches_that_end_in_any_order_leave_nothing_behind() -> None:
     watches = [LoopWatch(model, lambda: None) for model in (first, second)]
     x = torch.randn(2, 4)
     for watch, model in zip((*watches, watches[0]), (first, second, first), strict=True):
+        give_way(watch)
         watch.called((x,), {})
         assert torch.Tensor.backward is backward
         assert torch._dynamo.eval_frame._stance == stance

@@ -200,7 +200,7 @@ class _Watching:
             if not self._watches:
                 self._stack.close()
 
-    def yield_to(self, caller: LoopWatch) -> None:
+    def yield_to(self, caller: LoopWatch | None) -> None:
         for watch in tuple(self._watches):
             watch.suspend()
             if watch is not caller:
@@ -223,6 +223,12 @@ class _Watching:
 
 
 _watching = _Watching()
+
+
+def give_way(watch: LoopWatch | None) -> None:
+    """A model under a budget is about to be called, and runs compiled: whoever watches another model's loop
+    meanwhile (all but `watch`) gives it up."""
+    _watching.yield_to(watch)
 
 
 class LoopWatch(TorchFunctionMode):
@@ -255,9 +261,8 @@ class LoopWatch(TorchFunctionMode):
     # -- the model's calls -----------------------------------------------------------------------------------
 
     def called(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
-        """The model is about to be called. Whoever watches another model's loop meanwhile gives it up: this
-        one runs compiled, and its plan has its own account of it."""
-        _watching.yield_to(self)
+        """The model is about to be called."""
+        self.suspend()
         if not self.over:
             self._drop_the_dead()
             self._add(None, (args, dict(kwargs)))
