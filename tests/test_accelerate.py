@@ -132,12 +132,11 @@ def test_a_second_model_is_named() -> None:
         install(engine, budget=AMPLE, progress=False).close()
 
 
-SCRIPT = """
+LOOP = """
 import sys
 import torch
 from accelerate import Accelerator
 from torch import nn
-assert sys.argv[1:] == ["--config", "mine.yaml"], sys.argv
 engine = Accelerator()
 torch.manual_seed(0)
 model = nn.Sequential(*[nn.Sequential(nn.Linear(32, 32), nn.GELU()) for _ in range(4)])
@@ -151,7 +150,7 @@ for _ in range(3):
 
 
 def test_accelerate_launch_with_a_section_and_an_unchanged_script(tmp_path: Path) -> None:
-    (tmp_path / "train.py").write_text(SCRIPT)
+    (tmp_path / "train.py").write_text(f'{LOOP}assert sys.argv[1:] == ["--config", "mine.yaml"], sys.argv\n')
     (tmp_path / "dtr.yaml").write_text(
         f"dtr:\n  budget: 1GB\n  run_dir: {tmp_path}/logs\n"
         "compute_environment: LOCAL_MACHINE\ndistributed_type: 'NO'\nuse_cpu: true\nnum_processes: 1\n"
@@ -172,28 +171,11 @@ def test_accelerate_launch_with_a_section_and_an_unchanged_script(tmp_path: Path
     assert record["plan_digest"]
 
 
-TWO = """
-import torch
-from accelerate import Accelerator
-from torch import nn
-engine = Accelerator()
-assert engine.num_processes == 2, engine.num_processes
-assert engine.device.type == "cpu", engine.device
-torch.manual_seed(0)
-model = nn.Sequential(*[nn.Sequential(nn.Linear(32, 32), nn.GELU()) for _ in range(4)])
-optimizer = torch.optim.AdamW(model.parameters())
-model, optimizer = engine.prepare(model, optimizer)
-for _ in range(3):
-    optimizer.zero_grad()
-    engine.backward(model(torch.ones(64, 32)).square().mean())
-    optimizer.step()
-"""
-
-
 def test_the_config_for_two_processes_starts_two(tmp_path: Path) -> None:
     """The literal command, with the file of this repository."""
     config = Path(__file__).parents[1] / "configs" / "cpu-2proc.yaml"
-    (tmp_path / "train.py").write_text(TWO)
+    is_two_on_cpu = "assert (engine.num_processes, engine.device.type) == (2, 'cpu'), engine.state\n"
+    (tmp_path / "train.py").write_text(LOOP + is_two_on_cpu)
     launcher = Path(sys.executable).with_name("accelerate")
     done = subprocess.run(
         [str(launcher), "launch", "--config", str(config), "train.py"],

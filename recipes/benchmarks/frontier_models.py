@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from models import ConvNet
 from torch import nn
 
 CLASSES = 10
@@ -143,35 +144,6 @@ class Llama(nn.Module):
         for block in self.blocks:
             x = block(x)
         return self.head(self.norm(x))
-
-
-class Residual(nn.Module):
-    """Two 3 × 3 convolutions with BatchNorm and a skip."""
-
-    def __init__(self, channels: int) -> None:
-        super().__init__()
-        self.conv1 = nn.Conv2d(channels, channels, 3, padding=1, bias=False)
-        self.conv2 = nn.Conv2d(channels, channels, 3, padding=1, bias=False)
-        self.norm1, self.norm2 = nn.BatchNorm2d(channels), nn.BatchNorm2d(channels)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return F.relu(x + self.norm2(self.conv2(F.relu(self.norm1(self.conv1(x))))))
-
-
-class ConvNet(nn.Module):
-    """Residual blocks at one resolution."""
-
-    def __init__(self, *, blocks: int = 8, channels: int = 32) -> None:
-        super().__init__()
-        self.stem = nn.Conv2d(3, channels, 3, padding=1)
-        self.blocks = nn.ModuleList(Residual(channels) for _ in range(blocks))
-        self.head = nn.Linear(channels, CLASSES)
-
-    def forward(self, image: torch.Tensor) -> torch.Tensor:
-        x = self.stem(image)
-        for block in self.blocks:
-            x = block(x)
-        return self.head(x.mean((2, 3)))
 
 
 class Level(nn.Module):

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[2]
-sys.path[:0] = [str(Path(__file__).resolve().parent), str(ROOT / "recipes"), str(ROOT)]
+sys.path[:0] = [str(path) for path in (Path(__file__).parent, ROOT / "recipes", ROOT / "tests", ROOT)]
 
 import torch  # noqa: E402
 from frontier import cells, guarded, show  # noqa: E402

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[2]
-sys.path[:0] = [str(Path(__file__).resolve().parent), str(ROOT)]
+sys.path[:0] = [str(path) for path in (Path(__file__).parent, ROOT / "tests", ROOT)]
 
 SHAPES: dict[str, dict[str, int]] = {
     "tiny": {"layers": 2, "width": 128, "heads": 4, "groups": 2, "hidden": 384, "vocabulary": 512},
