@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
-import os
 from typing import Any
 
 from torch import nn
 
 from ._lightning_step import LightningStep
+from ._loggers import logger_directory
 from .config import DTRConfig
 from .core.peak import PeakReport
 from .errors import ConfigError
@@ -89,8 +89,9 @@ class AutoCheckpointHooks(SessionHolder):
         self._close()
         self._targets = None
         self._steps_seen = trainer.global_step
+        directory = logger_directory(trainer.logger, trainer.strategy.broadcast)
         self.session = BudgetSession(
-            dataclasses.replace(self.config, run_dir=self.config.run_dir or _logger_directory(trainer)),
+            dataclasses.replace(self.config, run_dir=self.config.run_dir or directory),
             pl_module,
             optimizers=trainer.optimizers,
             device=trainer.strategy.root_device,
@@ -199,19 +200,6 @@ def _modules(module: nn.Module, names: tuple[str, ...]) -> dict[str, nn.Module]:
                 "AutoCheckpoint compiles it, with compile_options= as options."
             )
     return found
-
-
-def _logger_directory(trainer: Any) -> str | None:
-    """The first logger's directory, the same on every rank; None where there is none on this machine."""
-    logger = trainer.logger
-    if logger is None:
-        return None
-    directory = getattr(logger, "log_dir", None)
-    if directory is None and logger.save_dir is not None:
-        directory = os.path.join(logger.save_dir, str(logger.name), str(logger.version))
-    if directory is not None and "://" in str(directory):
-        directory = None
-    return trainer.strategy.broadcast(directory)  # type: ignore[no-any-return]
 
 
 def _nothing(*_: Any) -> None:

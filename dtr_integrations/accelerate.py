@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import functools
 import os
-import warnings
 import weakref
 from typing import Any
 
@@ -16,11 +15,10 @@ from accelerate import Accelerator
 from accelerate.utils import TorchDynamoPlugin, extract_model_from_parallel
 
 from ._autoload import CONFIG
+from ._prepared import Prepared
 from .config import DTRConfig
-from .errors import ConfigError, PlanWarning
-from .own_loop import TrainerSession
-from .pipeline import silent
-from .session import SessionHolder
+from .core.peak import PeakReport
+from .errors import ConfigError
 
 __all__ = ["AutoCheckpointPlugin", "Installed", "install"]
 
@@ -76,7 +74,7 @@ def install(accelerator: Accelerator, *, budget: str, **config: Any) -> Installe
     return installed
 
 
-class Installed(SessionHolder):
+class Installed(Prepared):
     """One accelerator's training under a budget.
 
     Attributes:
@@ -84,10 +82,8 @@ class Installed(SessionHolder):
     """
 
     def __init__(self, accelerator: Accelerator, config: DTRConfig) -> None:
-        self.config = config
-        self.session: TrainerSession | None = None
+        super().__init__(config)
         self._accelerator = weakref.ref(accelerator)
-        self._hook: Any = None
         backend = accelerator.state.dynamo_plugin.backend
         if backend.value != "NO":
             raise ConfigError(
@@ -96,56 +92,29 @@ class Installed(SessionHolder):
                 "Inductor's options"
             )
 
-    @property
-    def report(self) -> str:
-        """The plan and the measured peaks as text for people."""
-        return self.session.report if self.session is not None else "nothing is prepared yet"
-
-    def close(self) -> None:
-        """Restore the model. The plan and the reports stay readable; calling twice is fine."""
-        if self._hook is not None:
-            self._hook.remove()
-            self._hook = None
-        if self.session is not None:
-            self.session.close()
-
     def look(self) -> None:
         """Begin a session if a model and its optimizer are prepared and there is none yet."""
         accelerator = self._accelerator()
-        if accelerator is None or self.session is not None:
+        if accelerator is None:
             return
-        trained = _trained(accelerator)
-        if not trained:
-            return
-        (model, optimizer), *others = trained
-        for other, _ in others:
-            warnings.warn(
-                f"{type(model).__name__} is trained under the budget, and a second model, "
-                f"{type(other).__name__}, runs eagerly beside it: its memory is not planned",
-                PlanWarning,
-                stacklevel=4,
-            )
-        self.session = session = TrainerSession(
-            _with_directory(self.config, accelerator.project_dir),
-            model,
-            optimizers=[optimizer],
+        self.begin(
+            [
+                extract_model_from_parallel(wrapped, keep_torch_compile=True)
+                for wrapped in accelerator._models
+            ],
+            [wrapped.optimizer for wrapped in accelerator._optimizers],
+            directory=accelerator.project_dir,
             device=accelerator.device,
             rank=accelerator.process_index,
             world_size=accelerator.num_processes,
-            progress=None if accelerator.is_main_process else silent,
             micro_batches=accelerator.gradient_accumulation_steps,
         )
-        session.begin_step()
-        self._hook = optimizer.register_step_post_hook(self._stepped)
 
-    def _stepped(self, *_: Any) -> None:
-        accelerator, session = self._accelerator(), self.session
-        if accelerator is None or session is None:
-            return
-        report = session.end_step()
-        if report is not None and accelerator.trackers:
+    def log(self, report: PeakReport) -> None:
+        """Log a measured step to the accelerator's trackers, if it has any."""
+        accelerator = self._accelerator()
+        if accelerator is not None and accelerator.trackers:
             accelerator.log(report.metrics, step=report.step)
-        session.begin_step()
 
 
 _INSTALLED: weakref.WeakKeyDictionary[Accelerator, Installed] = weakref.WeakKeyDictionary()
@@ -171,23 +140,3 @@ def watch_prepare() -> None:
 
     prepared._watched_by_dtr = True  # type: ignore[attr-defined]
     Accelerator.prepare = prepared
-
-
-def _trained(accelerator: Accelerator) -> list[tuple[Any, Any]]:
-    """(model, optimizer) of what is prepared: without wrappers, each with the optimizer that steps it."""
-    optimizers = [wrapped.optimizer for wrapped in accelerator._optimizers]
-    pairs = []
-    for wrapped in accelerator._models:
-        model = extract_model_from_parallel(wrapped, keep_torch_compile=True)
-        own = {id(parameter) for parameter in model.parameters()}
-        for optimizer in optimizers:
-            if any(id(p) in own for group in optimizer.param_groups for p in group["params"]):
-                pairs.append((model, optimizer))
-                break
-    return pairs
-
-
-def _with_directory(config: DTRConfig, project_dir: str | None) -> DTRConfig:
-    if config.run_dir is not None or project_dir is None:
-        return config
-    return DTRConfig(**{**config.to_dict(), "run_dir": str(project_dir)})

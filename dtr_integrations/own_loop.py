@@ -17,6 +17,7 @@ from .capture.called import calls_inside
 from .capture.seen import LoopWatch, SeenForward, give_way
 from .capture.source import ModuleStep, tensors_of
 from .capture.step import reason
+from .core.peak import PeakReport
 from .errors import BudgetInfeasible, ConfigError, NothingPlanned
 from .measure import live_bytes
 from .pipeline import Planned
@@ -26,6 +27,7 @@ from .units import format_bytes
 log = logging.getLogger("dtr_integrations")
 _NEGLIGIBLE = 0.001  # of a step's dynamic bytes
 OLD_GRADIENTS = "old gradients are still there when the next forward runs"
+ACCUMULATED = "gradients accumulate over several backwards"
 
 
 class CalledSession(BudgetSession):
@@ -224,7 +226,7 @@ class ModuleSession(CalledSession):
             self.plan_again(OLD_GRADIENTS)
         else:
             self.micro_batches = 2
-            self.plan_again("gradients accumulate over several backwards")
+            self.plan_again(ACCUMULATED)
 
 
 class TrainerSession(CalledSession):
@@ -268,6 +270,9 @@ class TrainerSession(CalledSession):
         if begins and self.step_count and not self.zero_after_forward and self.holds_gradients():
             self.zero_after_forward = True
             self.plan_again(OLD_GRADIENTS)
+        elif not begins and self.micro_batches == 1 and self.plan is not None and self.holds_gradients():
+            self.micro_batches = 2
+            self.plan_again(ACCUMULATED)
         super()._before_call(name, args, kwargs)
         if begins and self.should_measure(last_step=self._last_step):
             still_held = [tensor for ref in self._last_output if (tensor := ref()) is not None]
@@ -279,6 +284,30 @@ class TrainerSession(CalledSession):
         if self._trace is not None:
             self._trace.abandon()
             self._trace = None
+
+
+class UnannouncedSession(TrainerSession):
+    """A loop whose steps nobody announces: one lies between the model's first call and its optimizer's step.
+
+    `reported` gets the `PeakReport` of each step that was measured.
+    """
+
+    def __init__(self, *args: Any, reported: Callable[[PeakReport], None], **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._reported = reported
+        self._hook = self.optimizers[0].register_step_post_hook(self._stepped)
+        self.begin_step()
+
+    def close(self) -> None:
+        """See `BudgetSession.close`."""
+        self._hook.remove()
+        super().close()
+
+    def _stepped(self, *_: Any) -> None:
+        report = self.end_step()
+        if report is not None:
+            self._reported(report)
+        self.begin_step()
 
 
 def _live_autocast(device_type: str) -> Callable[[], Any] | None:

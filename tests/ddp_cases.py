@@ -1,6 +1,7 @@
 """One rank of a training with DDP: `python ddp_cases.py DOOR RANK WORLD_SIZE PORT BUDGET VIEWS DIRECTORY`.
 
-DOOR is "accelerate" or "lightning", VIEWS 0 or 1 (`gradient_as_bucket_view`). Prints one line of JSON.
+DOOR is "accelerate", "fabric" or "lightning", VIEWS 0 or 1 (`gradient_as_bucket_view`). Prints one line of
+JSON.
 """
 
 from __future__ import annotations
@@ -99,6 +100,28 @@ def with_lightning(rank: int, budget: str, views: bool, directory: str) -> tuple
     return callback, parallel[0]
 
 
+def with_fabric(rank: int, budget: str, views: bool, directory: str) -> tuple[Any, Any]:
+    from lightning.fabric import Fabric
+    from lightning.fabric.strategies import DDPStrategy
+
+    from dtr_integrations.fabric import AutoCheckpoint
+
+    callback = AutoCheckpoint(budget, progress=False, log_every_n_steps=1, run_dir=directory)
+    strategy = DDPStrategy(process_group_backend="gloo", gradient_as_bucket_view=views)
+    fabric = Fabric(accelerator="cpu", devices=2, strategy=strategy, callbacks=callback)
+    fabric.launch()
+    model = Net()
+    model, optimizer = fabric.setup(model, torch.optim.AdamW(model.parameters(), lr=1e-2))
+    for x in batches(rank):
+        optimizer.zero_grad()
+        fabric.backward(model(x).square().mean())
+        optimizer.step()
+    return callback, model._forward_module
+
+
+DOORS = {"accelerate": with_accelerate, "fabric": with_fabric, "lightning": with_lightning}
+
+
 def main() -> None:
     door, rank, world_size, port, budget, views, directory = sys.argv[1:]
     os.environ |= {
@@ -113,8 +136,7 @@ def main() -> None:
     logging.getLogger("torch.__trace").disabled = True
     warnings.simplefilter("ignore")
     torch.manual_seed(0)
-    train = with_accelerate if door == "accelerate" else with_lightning
-    held, model = train(int(rank), budget, views == "1", directory)
+    held, model = DOORS[door](int(rank), budget, views == "1", directory)
     plan, torchs_own = held.plan, model._get_ddp_logging_data()
     result = {
         "static_bytes": plan.static_bytes,

@@ -59,6 +59,7 @@ def gradients(result: dict[str, Any]) -> list[torch.Tensor]:
     [
         ("accelerate", False),
         pytest.param("accelerate", True, marks=pytest.mark.slow),
+        pytest.param("fabric", False, marks=pytest.mark.slow),
         pytest.param("lightning", False, marks=pytest.mark.slow),
         pytest.param("lightning", True, marks=pytest.mark.slow),
     ],
