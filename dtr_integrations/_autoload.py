@@ -48,23 +48,33 @@ def autoload() -> None:
             sys.argv[start:] = without_section(sys.argv[start:], os.environ)
 
 
-def without_section(arguments: list[str], environment: MutableMapping[str, str]) -> list[str]:
+def without_section(
+    arguments: list[str], environment: MutableMapping[str, str], *, section: str = ""
+) -> list[str]:
     """The arguments of `accelerate launch` as its own parser takes them.
 
     If `--config`, `--config=` or `--config_file` names a yaml with a section `dtr:`, the arguments name a
     copy without it, and `environment` the section. Otherwise they are returned as they are, and Accelerate
-    says what it says. What follows the script belongs to the script.
+    says what it says. What follows the script belongs to the script. `section`: taken where the yaml has
+    none or none is named.
     """
     options, end = _options_of(arguments)
     given = next((option for option in options if option[0] in ("config", "config_file")), None)
-    if given is None:
+    if given is None and not section:
         return arguments
-    _, path, start, stop = given
-    taken = _taken_apart(path, environment)
-    if taken is None:
-        return arguments
-    rest, text = taken
-    launcher = [*arguments[:start], "--config_file", rest, *arguments[stop:end]]
+    launcher, text = arguments[:end], ""
+    if given is not None:
+        _, path, start, stop = given
+        if not os.path.isfile(path):
+            return arguments
+        with open(path, encoding="utf-8") as file:
+            own, text = split_section(file.read())
+        if not own and not section:
+            return arguments
+        copy = _written(own or section, os.path.basename(path), text, environment)
+        launcher[start:stop] = ["--config_file", copy]
+    else:
+        _written(section, "", "", environment)
     values = _scalars(text) | {name: value for name, value, *_ in options}
     return [*_on_cpu(launcher, values, environment), *arguments[end:]]
 
@@ -82,6 +92,14 @@ def _options_of(arguments: list[str]) -> tuple[list[tuple[str, str, int, int]], 
         options.append((name.lstrip("-").replace("-", "_"), value, at, stop))
         at = stop
     return options, min(at, len(arguments))
+
+
+def launcher_option(name: str, arguments: list[str]) -> tuple[str | None, list[str]]:
+    """The value of an option of the launcher, not of the script, or None; and the arguments without it."""
+    for own, value, start, stop in _options_of(arguments)[0]:
+        if own == name:
+            return value, [*arguments[:start], *arguments[stop:]]
+    return None, arguments
 
 
 def _on_cpu(
@@ -108,26 +126,18 @@ def _on_cpu(
     return ["--multi_gpu", *(option for option in launcher if option not in ("--cpu", "--multi_gpu"))]
 
 
-def _taken_apart(path: str, environment: MutableMapping[str, str]) -> tuple[str, str] | None:
-    """The path of a copy of the yaml without its section `dtr:`, and its text; None where there is no such
-    section."""
-    if not os.path.isfile(path):
-        return None
-    with open(path, encoding="utf-8") as file:
-        section, rest = split_section(file.read())
-    if not section:
-        return None
+def _written(section: str, name: str, rest: str, environment: MutableMapping[str, str]) -> str:
+    """Write the section, which `environment` names then, and the rest of its yaml as a file called `name`,
+    unless that is empty. Returns the latter's path. Both go when the launcher ends."""
     directory = tempfile.mkdtemp(prefix="dtr-launch-")
     atexit.register(shutil.rmtree, directory, ignore_errors=True)
-    names = {"dtr.yaml": section, os.path.basename(path): rest}
-    if len(names) == 1:  # the user's file is called dtr.yaml too
-        names = {"section.yaml": section, "dtr.yaml": rest}
-    for name, text in names.items():
-        with open(os.path.join(directory, name), "w", encoding="utf-8") as file:
-            file.write(text)
-    first, second = names
-    environment[CONFIG] = os.path.join(directory, first)
-    return os.path.join(directory, second), rest
+    ours = "dtr.yaml" if name != "dtr.yaml" else "section.yaml"
+    for own, text in ((ours, section), (name, rest)):
+        if own:
+            with open(os.path.join(directory, own), "w", encoding="utf-8") as file:
+                file.write(text)
+    environment[CONFIG] = os.path.join(directory, ours)
+    return os.path.join(directory, name)
 
 
 def _scalars(text: str) -> dict[str, str]:
