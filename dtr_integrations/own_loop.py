@@ -15,7 +15,7 @@ import torch
 from ._compat import active_ddp
 from .capture.called import calls_inside
 from .capture.seen import LoopWatch, SeenForward, give_way
-from .capture.source import ModuleStep, tensors_of
+from .capture.source import AssumedLoss, ModuleStep, tensors_of
 from .capture.step import reason
 from .core.peak import PeakReport
 from .errors import BudgetInfeasible, ConfigError, NothingPlanned
@@ -100,18 +100,21 @@ class CalledSession(BudgetSession):
             context=_live_autocast(self.device.type),
             zero_after_forward=self.zero_after_forward,
             micro_batches=self.micro_batches,
-            assumes_loss=self._assumes,
+            assumed_loss=AssumedLoss() if self._assumes else None,
             seen=seen,
             buckets=self.buckets,
         )
 
     def _planned_for(self, source: Any, *, best_effort: bool, **others: Any) -> Planned:
-        if not (isinstance(source, ModuleStep) and source.assumes_loss and source.seen is None):
+        assumed = source.assumed_loss if isinstance(source, ModuleStep) and source.seen is None else None
+        if assumed is None:
             return super()._planned_for(source, best_effort=best_effort, **others)
         try:
             return super()._planned_for(source, best_effort=False, **others)
         except BudgetInfeasible as error:
-            without = dataclasses.replace(source, assumes_loss=False)
+            if not assumed.used and not best_effort:
+                raise
+            without = dataclasses.replace(source, assumed_loss=None)
             try:
                 planned = super()._planned_for(without, best_effort=best_effort, **others)
             except BudgetInfeasible:

@@ -36,6 +36,9 @@ _MAX_ROUNDS = 6
 _SLACK_WORTH_A_ROUND = 0.03
 # A lowest plan that is certified to be over by more than this share: no correction of the simulator saves it.
 _HOPELESS = 0.25
+# The lowest plan has been found when so many rounds bring it down by no more than this share of the default's
+# dynamic peak.
+_ROUNDS_IN_VAIN, _LOWER_WORTH_A_ROUND = 2, 0.005
 
 # Measured once per op and shape, so for the whole process.
 _SCRATCH = Scratch(call_peak_bytes)
@@ -276,14 +279,21 @@ class _Bench:
     def lowest(self, problem: Problem) -> Certified:
         """The lowest plan, found in the same way whatever the target is: what a refusal promises has to hold
         for a run that is given it."""
-        focused = replace(problem, focus_bytes=self.captured.default.static_bytes)
+        default = self.captured.default
+        focused = replace(problem, focus_bytes=default.static_bytes)
+        least = _LOWER_WORTH_A_ROUND * (default.peak_bytes - default.static_bytes)
         seen = [self.unchanged()]
+        lowest, in_vain = seen[0], 0
         for _ in range(_MAX_ROUNDS):
             certified = self.point(search(replace(focused, correction=self.correction(seen))).lowest)
             if certified in seen:
                 break
             seen.append(certified)
-        return min(seen, key=lambda certified: certified.peak_bytes)
+            in_vain = 0 if lowest.peak_bytes - certified.peak_bytes > least else in_vain + 1
+            lowest = min(lowest, certified, key=lambda certified: certified.peak_bytes)
+            if in_vain == _ROUNDS_IN_VAIN:
+                break
+        return lowest
 
     def point(self, point: FrontierPoint) -> Certified:
         """The exact peak of a point of the frontier."""

@@ -73,10 +73,14 @@ def run(engine: Any, *, steps: int = 4) -> tuple[nn.Module, list[float]]:
 @pytest.mark.parametrize(
     ("arguments", "tolerance"),
     [
-        ({}, 1e-5),
-        ({"gradient_accumulation_steps": 2, "mixed_precision": "bf16"}, torch.finfo(torch.bfloat16).eps),
+        pytest.param({}, 1e-5, id="plain"),
+        pytest.param(
+            {"gradient_accumulation_steps": 2, "mixed_precision": "bf16"},
+            torch.finfo(torch.bfloat16).eps,
+            id="accumulating in bf16",
+            marks=pytest.mark.slow,
+        ),
     ],
-    ids=["plain", "accumulating in bf16"],
 )
 def test_a_loop_is_kept_under_its_budget(arguments: dict[str, Any], tolerance: float, tmp_path: Path) -> None:
     engine = accelerator(**arguments)

@@ -106,6 +106,7 @@ def in_tags(graph: JointGraph, schedule: GraphSchedule) -> GraphSchedule:
     return schedule_for(graph, kept | parts)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", QUICK)
 def test_tags_and_extraction_agree(name: str) -> None:
     (graph,) = captured_of(name).step.graphs
@@ -413,6 +414,7 @@ def test_what_must_not_run_twice_is_never_replayed() -> None:
     assert [is_replayable(graph.call_function(target, args)) for target, args in fine] == [True] * len(fine)
 
 
+@pytest.mark.slow
 def test_a_partitioner_that_outlives_its_session_falls_back_to_torchs() -> None:
     plan_id = registry.register(registry.Entry(decide=lambda joint, outputs, static: None))
     registry.unregister(plan_id)
@@ -445,6 +447,7 @@ print(session.reports[0].peak_allocated_bytes, session.plan.predicted_allocated_
 """
 
 
+@pytest.mark.slow
 def test_a_warm_cache_never_serves_another_budgets_code(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

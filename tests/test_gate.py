@@ -17,7 +17,9 @@ from dtr_integrations.errors import BudgetInfeasible
 
 TOLERANCE = 1e-5  # in norm per tensor: float32 sums in another order
 slow = pytest.mark.slow
-NAMES = [*CASES, *(pytest.param(f"{n} full", marks=slow) for n in FULL if n != "broken")]
+QUICK = ("gpt", "broken")
+NAMES = [pytest.param(n, marks=() if n in QUICK else slow) for n in CASES]
+NAMES += [pytest.param(f"{n} full", marks=slow) for n in FULL if n != "broken"]
 
 
 def case_of(name: str) -> Case:
@@ -109,7 +111,7 @@ def test_planned_training_is_eager_training_with_eagers_random_numbers(name: str
         assert worst(trained, compiled)[0] <= TOLERANCE
 
 
-@pytest.mark.parametrize("name", ["gpt", "broken", *(pytest.param(n, marks=slow) for n in ("conv", "mlp"))])
+@pytest.mark.parametrize("name", ["gpt", *(pytest.param(n, marks=slow) for n in ("conv", "mlp", "broken"))])
 def test_below_the_lowest_plan_there_is_one_clear_refusal(name: str) -> None:
     plan = default_plan(name)
     case = case_of(name)

@@ -171,6 +171,7 @@ def test_sparse_gradients_of_an_embedding() -> None:
     assert session.model.embed.weight.grad.is_sparse
 
 
+@pytest.mark.slow
 def test_weight_norm_parametrization() -> None:
     session = holds(case(WeightNorm), 0.8)
     assert "layers.0.parametrizations.weight.original0" in session.model.state_dict()
@@ -195,6 +196,7 @@ def test_tensors_without_dimensions_and_without_elements() -> None:
     holds(case(OddSizes, lambda: (rows(), torch.zeros(0, WIDTH), torch.tensor(2.0))), 0.85)
 
 
+@pytest.mark.slow
 def test_activation_checkpointing_in_the_model_is_said_and_not_stacked() -> None:
     build = case(Checkpointed)
     with pytest.warns(PlanWarning, match=r"checkpoints activations by itself \(inside .*first"):
@@ -235,6 +237,7 @@ def test_hooks_on_tensors_and_parameters_run_once_and_count() -> None:
     assert len(calls) == 3  # one a step: none while planning
 
 
+@pytest.mark.slow
 def test_a_full_backward_hook_is_planned_around() -> None:
     def make() -> nn.Module:
         model = nn.Sequential(Tanh(), Tanh(), Tanh())

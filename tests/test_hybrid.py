@@ -63,7 +63,7 @@ def budget_at(make: Callable[[], nn.Module], share: float) -> str:
 @pytest.mark.parametrize(
     ("middle", "why"),
     [
-        (Fails, "no fake impl"),
+        pytest.param(Fails, "no fake impl", marks=pytest.mark.slow),
         (Routes, r"shape .* \(nonzero"),
         pytest.param(Chooses, "reads a number", marks=pytest.mark.slow),
     ],

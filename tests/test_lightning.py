@@ -300,6 +300,7 @@ def test_accumulation_in_the_other_namespace(tmp_path: Path) -> None:
     assert (Path(logger.log_dir) / "peaks-rank0.jsonl").exists()  # no run_dir: the logger's
 
 
+@pytest.mark.slow
 def test_manual_optimization_with_two_optimizers() -> None:
     callback = budgeted(lightning, 0.67)
     trainer = fit(lightning, models(lightning).Adversarial(), callback)

@@ -15,7 +15,7 @@ from torch import nn
 import dtr_integrations
 from dtr_integrations.capture.fake import FakeWorld
 from dtr_integrations.capture.seen import LOSS_OUTSIDE, LoopWatch, SeenForward, Until, give_way
-from dtr_integrations.capture.source import assumed_loss
+from dtr_integrations.capture.source import AssumedLoss
 from dtr_integrations.capture.world import RealWorld
 from dtr_integrations.errors import PlanWarning
 
@@ -219,12 +219,15 @@ def test_an_auxiliary_loss_that_the_model_keeps_is_found() -> None:
 
 
 def test_an_assumed_loss_is_a_cross_entropy_over_the_output() -> None:
+    assumed_loss = AssumedLoss()
     logits = torch.randn(3, 5, 7, requires_grad=True)
-    expected = nn.functional.cross_entropy(logits.reshape(15, 7), torch.zeros(15, dtype=torch.long))
-    assert torch.equal(assumed_loss({"logits": logits}), expected)
     loss = logits.mean()
     assert assumed_loss({"loss": loss, "logits": logits}) is loss
     assert assumed_loss(loss) is loss
+    assert not assumed_loss.used
+    expected = nn.functional.cross_entropy(logits.reshape(15, 7), torch.zeros(15, dtype=torch.long))
+    assert torch.equal(assumed_loss({"logits": logits}), expected)
+    assert assumed_loss.used
 
 
 # -- what the plan makes of it -------------------------------------------------------------------------------

@@ -221,6 +221,7 @@ def test_a_larger_batch_is_planned_again_before_it_runs() -> None:
         assert max(report.prediction_error for report in session.reports) <= 0.01
 
 
+@pytest.mark.slow
 def test_a_larger_batch_for_which_no_plan_fits_gets_the_lowest() -> None:
     model, optimizer, x = setup()
     default = dtr_integrations.plan(model, x, budget="1GB", optimizer=optimizer)

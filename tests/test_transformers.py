@@ -122,6 +122,7 @@ def test_a_run_is_kept_under_its_budget(arguments: dict[str, Any], tmp_path: Pat
     assert (tmp_path / "plan-rank0.json").exists()
 
 
+@pytest.mark.slow
 def test_a_run_is_resumed_under_the_budget(tmp_path: Path) -> None:
     whole = trainer(tmp_path / "whole", AutoCheckpoint(AMPLE, progress=False))
     whole.train()

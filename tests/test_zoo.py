@@ -18,7 +18,7 @@ from gate import Trained, worst
 from zoo import ROUNDING, Row, run_family, table
 from zoo_families import Family, load, register
 
-QUICK = ("gpt2", "llama", "mixtral", "bert", "electra", "vit")
+QUICK = ("gpt2", "llama", "phi", "bert", "electra", "vit")
 
 
 @pytest.mark.parametrize(

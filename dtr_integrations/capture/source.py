@@ -91,15 +91,20 @@ def default_loss(output: Any) -> torch.Tensor:
     )
 
 
-def assumed_loss(output: Any) -> torch.Tensor:
+class AssumedLoss:
     """As `default_loss`; but where the output has no loss of its own, a cross-entropy over its last
-    dimension, which holds as much as most losses do, or more."""
-    loss = default_loss(output)
-    if not is_outside(output):
-        return loss
-    (tensor,) = itertools.islice(filter(torch.is_floating_point, tensors_of(output)), 1)
-    rows = tensor.float().reshape(-1, tensor.shape[-1] if tensor.ndim else 1)
-    return nn.functional.cross_entropy(rows, rows.new_zeros(len(rows), dtype=torch.long))
+    dimension, which holds as much as most losses do, or more. `used`: whether there was such an output."""
+
+    used: bool = False
+
+    def __call__(self, output: Any) -> torch.Tensor:
+        loss = default_loss(output)
+        if not is_outside(output):
+            return loss
+        self.used = True
+        (tensor,) = itertools.islice(filter(torch.is_floating_point, tensors_of(output)), 1)
+        rows = tensor.float().reshape(-1, tensor.shape[-1] if tensor.ndim else 1)
+        return nn.functional.cross_entropy(rows, rows.new_zeros(len(rows), dtype=torch.long))
 
 
 def is_outside(output: Any) -> bool:
@@ -162,9 +167,9 @@ class ModuleStep:
     `micro_batches` > 1: gradients accumulate over that many forward/backward pairs before the optimizer
     steps. `zero_after_forward`: old gradients are dropped between forward and backward (as Lightning does),
     so they live beside the activations; otherwise they are dropped before the forward. `context()` wraps
-    forward and loss (autocast). `assumes_loss`: an output without a loss in it is taken to get one that is as
-    large as a cross-entropy. `seen`: what a loop makes of the output and how long it holds it, seen in an
-    earlier step; in the place of the call and of its loss. `buckets`: those of a DDP around the model.
+    forward and loss (autocast). `assumed_loss`: makes a loss where the output has none. `seen`: what a loop
+    makes of the output and how long it holds it, seen in an earlier step; in the place of the call and of its
+    loss. `buckets`: those of a DDP around the model.
     """
 
     model: nn.Module
@@ -176,7 +181,7 @@ class ModuleStep:
     micro_batches: int = 1
     zero_after_forward: bool = False
     context: Callable[[], Any] | None = None
-    assumes_loss: bool = False
+    assumed_loss: AssumedLoss | None = None
     seen: SeenForward | None = None
     buckets: Buckets | None = None
 
@@ -221,7 +226,7 @@ class ModuleStep:
         if self.loss_fn is not None:
             loss_fn = twin_function(self.loss_fn, world)
         else:
-            loss_fn = assumed_loss if self.assumes_loss else default_loss
+            loss_fn = self.assumed_loss or default_loss
         return _PlainLoop(
             model=model,
             outside=batch,

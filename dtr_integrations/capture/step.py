@@ -39,6 +39,7 @@ from ..errors import CaptureError
 from .costs import Rates, measured_rates
 from .dryrun import dry_codegen
 from .fake import FakeWorld, StorageCounter, wind_to_medians
+from .garbage import own_garbage
 from .joint import Draft, describe, fingerprint, saved_indices
 from .regions import RegionWatcher
 from .scratch import Scratch
@@ -152,6 +153,7 @@ class DryRun:
     trained: tuple[str, ...] = ()  # parameters that have a gradient at the end
 
 
+@own_garbage()
 def dry_step(
     source: StepSource,
     partitioner: CustomPartitionerFn,
