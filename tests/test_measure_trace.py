@@ -1,6 +1,8 @@
 """`trace_step`: one step in the middle of somebody else's run, to the byte."""
 
+import gc
 import threading
+from collections.abc import Iterator
 
 import pytest
 import torch
@@ -9,6 +11,15 @@ import torch.autograd.profiler as autograd_profiler
 from dtr_integrations.measure import measure_step, static_bytes, tensors_in, trace_step
 
 CPU = [torch.profiler.ProfilerActivity.CPU]
+
+
+@pytest.fixture(autouse=True)
+def _no_collector() -> Iterator[None]:
+    """It may free what earlier tests left, which is in the record like every death in the process."""
+    gc.collect()
+    gc.disable()
+    yield
+    gc.enable()
 
 
 def floats(count):
