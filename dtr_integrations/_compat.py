@@ -14,10 +14,12 @@ import importlib
 import inspect
 import logging
 import operator
+import sys
 import warnings
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
+from unittest import mock
 
 import torch
 
@@ -203,6 +205,8 @@ __all__ = [
     "cpp",
     "default_store",
     "extracted",
+    "fully_sharded",
+    "gathers_told",
     "get_hash_for_files",
     "inductor_config",
     "inside_ddp_forward",
@@ -211,10 +215,13 @@ __all__ = [
     "leave_out",
     "never_traced",
     "not_cached_whole",
+    "original_class",
     "partitioners",
     "preserve_node_ordering",
     "remove_function_mode",
+    "shard_groups",
     "top_saved_tensors_hooks",
+    "without_composable_state",
 ]
 
 
@@ -335,6 +342,74 @@ def default_store() -> Any:
     from torch.distributed.distributed_c10d import _get_default_store
 
     return _get_default_store()
+
+
+def fully_sharded(module: torch.nn.Module) -> Any:
+    """The state that `fully_shard` (FSDP2) keeps of a module, or None. (Not probed: a torch without
+    distributed has none.)"""
+    fsdp = sys.modules.get("torch.distributed.fsdp")
+    if fsdp is None or not isinstance(module, fsdp.FSDPModule):
+        return None
+    return module._get_fsdp_state()
+
+
+def shard_groups(state: Any) -> list[Any]:
+    """Its groups of parameters that are gathered together: at most one up to torch 2.12
+    (torch/distributed/fsdp/_fully_shard/_fsdp_state.py)."""
+    if hasattr(state, "_fsdp_param_groups"):
+        return list(state._fsdp_param_groups)
+    return [state._fsdp_param_group] if state._fsdp_param_group is not None else []
+
+
+def original_class(module: torch.nn.Module) -> Any:
+    """The class of a module before `fully_shard` gave it another one."""
+    kind = type(module)
+    return kind.__mro__[kind._orig_cls_mro_index]  # type: ignore[attr-defined]
+
+
+def without_composable_state(held: Mapping[str, Any]) -> dict[str, Any]:
+    """A module's attributes without what `fully_shard` notes there (torch/distributed/_composable)."""
+    from torch.distributed._composable.contract import REGISTRY_KEY, STATE_KEY
+
+    dropped = (STATE_KEY, REGISTRY_KEY, "_is_fsdp_managed_module", "_fsdp_use_orig_params")
+    return {name: value for name, value in held.items() if name not in dropped}
+
+
+class _Unsent:
+    """`torch.distributed` without its all-reduce."""
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(torch.distributed, name)
+
+    def all_reduce(self, *args: Any, **kwargs: Any) -> None:
+        return None
+
+
+@contextlib.contextmanager
+def gathers_told(told: Callable[[torch.Tensor], None]) -> Iterator[None]:
+    """Inside, FSDP2 says of which flat tensor it has resized the storage (to hold what is gathered, or to
+    nothing), and sums no gradients over replicas (torch/distributed/fsdp/_fully_shard)."""
+    if "torch.distributed.fsdp" not in sys.modules:
+        yield
+        return
+    from torch.distributed.fsdp._fully_shard import _fsdp_collectives, _fsdp_param, _fsdp_param_group
+
+    def telling(resize: Callable[[torch.Tensor], None]) -> Callable[[torch.Tensor], None]:
+        def resized(tensor: torch.Tensor) -> None:
+            resize(tensor)
+            told(tensor)
+
+        return resized
+
+    places: list[tuple[Any, str, Any]] = [(_fsdp_collectives, "dist", _Unsent())]
+    for module in (_fsdp_param, _fsdp_param_group):
+        for name in ("alloc_storage", "free_storage"):
+            if hasattr(module, name):
+                places.append((module, name, telling(getattr(module, name))))
+    with contextlib.ExitStack() as stack:
+        for module, name, value in places:
+            stack.enter_context(mock.patch.object(module, name, value))
+        yield
 
 
 def remove_function_mode(mode: Any) -> None:

@@ -20,7 +20,7 @@ from unittest import mock
 import torch
 from torch import nn
 from torch.utils import _pytree as pytree
-from torch.utils._python_dispatch import _disable_current_modes
+from torch.utils._python_dispatch import _disable_current_modes, is_traceable_wrapper_subclass
 from torch.utils.weak import WeakIdKeyDictionary
 
 from .._compat import (
@@ -29,10 +29,12 @@ from .._compat import (
     FakeCopyMode,
     FakeTensor,
     FakeTensorMode,
+    gathers_told,
 )
 from .._randomness import preserved_randomness
 from ..core.ledger import Ledger
 from .scratch import Scratch
+from .shards import FSDP_GATHERS, Shards
 from .stand_ins import StandIns
 from .world import World
 
@@ -93,6 +95,8 @@ class StorageCounter:
                 raise error from None
         finally:
             self._depth -= 1
+        if out is NotImplemented:  # the operands' own class knows what to do (DTensor)
+            return out
         if isinstance(func, torch._ops.HigherOrderOperator):
             # The replay of a checkpointed attention kernel hands out the generator's real state.
             out = pytree.tree_map_only(torch.Tensor, self._faked, out)
@@ -178,6 +182,10 @@ class StorageCounter:
             self.watch(tensor._indices(), kind)
             self.watch(tensor._values(), kind)
             return
+        if is_traceable_wrapper_subclass(tensor):  # a DTensor: its own storage is a hollow one
+            for part in _wrapped(tensor):
+                self.watch(part, kind, least_bytes=least_bytes)
+            return
         storage = tensor.untyped_storage()
         key = storage._cdata
         if key in self._watched:
@@ -187,10 +195,18 @@ class StorageCounter:
         def died(_: object) -> None:
             del watched[key]
             self._holders.pop(key, None)
-            ledger.death(key)
+            if key in ledger:  # else it was resized to nothing before
+                ledger.death(key)
 
         watched[key] = weakref.ref(storage, died)
         ledger.birth(key, max(storage.nbytes(), least_bytes), kind or self.making)
+
+    def gathered(self, tensor: torch.Tensor) -> None:
+        """The storage of a flat tensor was resized, to hold gathered parameters or nothing."""
+        storage = tensor.untyped_storage()
+        self.watch(tensor)
+        self.ledger.resize(storage._cdata, storage.nbytes(), FSDP_GATHERS)
+        self.ledger.label(storage._cdata, FSDP_GATHERS)
 
     def holders(self, tensor: torch.Tensor) -> list[weakref.ref[Any]]:
         """The tensors through which the program holds the storage: this one, and views made of it from now
@@ -209,6 +225,10 @@ class StorageCounter:
         self.watch(tensor, kind)
         if tensor.layout is torch.sparse_coo:
             self.label(tensor._values(), kind)
+            return
+        if is_traceable_wrapper_subclass(tensor):
+            for part in _wrapped(tensor):
+                self.label(part, kind)
             return
         self.ledger.label(tensor.untyped_storage()._cdata, kind)
 
@@ -229,6 +249,12 @@ class FakeWorld(World):
             copied = self._memo.get(id(real))
             if isinstance(real, torch.Tensor) and isinstance(copied, FakeTensor):
                 self.counter.stand_ins.know(copied, real)
+        return twin
+
+    def _sharded(self, module: nn.Module, shards: Shards) -> nn.Module:
+        twin = shards.copied(module, self, self._memo)
+        with self.mode:
+            shards.shard(module, self._memo)
         return twin
 
     def place(self, thing: Any) -> None:
@@ -288,8 +314,19 @@ class FakeWorld(World):
             with _disable_current_modes():
                 return stand_ins.real(tensor).contiguous().clone().numpy()
 
-        with preserved_randomness(), mock.patch.object(FakeTensor, "numpy", numpy, create=True), self.mode:
+        with (
+            preserved_randomness(),
+            mock.patch.object(FakeTensor, "numpy", numpy, create=True),
+            gathers_told(self.counter.gathered),
+            self.mode,
+        ):
             yield
+
+
+def _wrapped(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
+    for name in tensor.__tensor_flatten__()[0]:  # type: ignore[attr-defined]
+        if isinstance(part := getattr(tensor, name), torch.Tensor):
+            yield part
 
 
 def wind_to_medians() -> None:

@@ -14,8 +14,9 @@ from ..core.profile import RegionProfile
 from .dryrun import Call, buffer_names, draws_of
 from .fake import FakeWorld
 from .joint import Draft
+from .shards import FSDP_GATHERS
 
-_STATIC_KINDS = ("parameters", "buffers", "optimizer", "batch")
+_STATIC_KINDS = ("parameters", "buffers", "optimizer", "batch", FSDP_GATHERS)  # there whatever is saved
 
 
 @dataclass(kw_only=True)

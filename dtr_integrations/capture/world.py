@@ -18,6 +18,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
 from ..errors import CaptureError
+from .shards import Shards
 from .stage import Stage
 
 _OPS = (torch._ops.OperatorBase, torch._ops.OpOverloadPacket, torch.library.CustomOpDef)
@@ -39,15 +40,27 @@ class World:
         for item in shared:
             self._memo[id(item)] = item
         self._prepare(thing)
+        shards = Shards.of(thing, self._memo) if isinstance(thing, nn.Module) else None
         try:
             with self._copying():
-                return copy.deepcopy(thing, self._memo)
+                if shards is None:
+                    return copy.deepcopy(thing, self._memo)
+                return self._sharded(thing, shards)
+        except CaptureError:
+            raise
         except Exception as error:
             raise CaptureError(
                 f"a {type(thing).__name__} cannot be copied for planning ({type(error).__name__}: {error}). "
                 "Keep locks, open files and loaders out of the module's attributes, "
                 "or give them a __deepcopy__."
             ) from error
+
+    def _sharded(self, module: nn.Module, shards: Shards) -> nn.Module:
+        """A copy of `module`, of which `shards` says how it is sharded."""
+        raise CaptureError(
+            "a model whose parameters are sharded (FSDP2) cannot be compared with itself: each rank has a "
+            "part of it. Verify it before fully_shard, on one rank"
+        )
 
     def _prepare(self, thing: Any) -> None:
         """What a deep copy cannot do, of a module's attributes too: ops are code and stay the same, and a
