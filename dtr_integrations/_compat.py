@@ -10,6 +10,7 @@ Upstream links: github.com/pytorch/pytorch, folders torch/_inductor, torch/_func
 from __future__ import annotations
 
 import contextlib
+import functools
 import importlib
 import inspect
 import logging
@@ -87,7 +88,7 @@ _NEEDED: dict[str, tuple[str, ...]] = {
     ),
     "torch._dynamo": ("disable",),
     # held while a frame is compiled (torch/_dynamo/convert_frame.py)
-    "torch._dynamo.convert_frame": ("compile_lock",),
+    "torch._dynamo.convert_frame": ("compile_lock", "ConvertFrame._clone_with_backend"),
     "torch._dynamo.config": ("recompile_limit",),
     # a fake tensor's storage is a meta storage: its bytes and its death can be seen
     # (torch/_subclasses/fake_tensor.py)
@@ -203,6 +204,7 @@ __all__ = [
     "compiler_lock",
     "copied_graph",
     "cpp",
+    "ddp_frames_without_modes",
     "default_store",
     "extracted",
     "fully_sharded",
@@ -335,6 +337,33 @@ def active_ddp() -> Any:
 def inside_ddp_forward(parallel: Any) -> contextlib.AbstractContextManager[None]:
     """As inside of the forward of that `DistributedDataParallel`."""
     return parallel._inside_ddp_forward()  # type: ignore[no-any-return]
+
+
+@contextlib.contextmanager
+def ddp_frames_without_modes() -> Iterator[None]:
+    """Inside, Dynamo compiles frames in a DDP's forward as it does all others: with the dispatch modes that
+    are active set aside. Else an input that is a view is made anew in the mode of a dry run
+    (torch/_dynamo/convert_frame.py, `CatchErrorsWrapper`)."""
+    from torch._dynamo.convert_frame import ConvertFrame
+    from torch.utils._python_dispatch import _disable_current_modes
+
+    clone = ConvertFrame._clone_with_backend.fget  # it is a property
+
+    def cloned(self: Any) -> Callable[[Any], Any]:
+        def with_backend(backend: Any) -> Any:
+            convert = clone(self)(backend)
+
+            @functools.wraps(convert)
+            def without_modes(*args: Any, **kwargs: Any) -> Any:
+                with _disable_current_modes():
+                    return convert(*args, **kwargs)
+
+            return without_modes
+
+        return with_backend
+
+    with mock.patch.object(ConvertFrame, "_clone_with_backend", property(cloned)):
+        yield
 
 
 def default_store() -> Any:

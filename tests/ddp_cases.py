@@ -1,11 +1,12 @@
 """One rank of a training with DDP: `python ddp_cases.py DOOR RANK WORLD_SIZE PORT BUDGET VIEWS DIRECTORY`.
 
-DOOR is "accelerate", "fabric" or "lightning", VIEWS 0 or 1 (`gradient_as_bucket_view`). Prints one line of
-JSON.
+DOOR is "plain", "wrapped", "accelerate", "fabric" or "lightning", VIEWS 0 or 1 (`gradient_as_bucket_view`).
+Prints one line of JSON.
 """
 
 from __future__ import annotations
 
+import functools
 import json
 import logging
 import os
@@ -38,6 +39,35 @@ class Net(nn.Module):
 def batches(rank: int) -> list[torch.Tensor]:
     generator = torch.Generator().manual_seed(rank)
     return [torch.randn(512, WIDTH, generator=generator) for _ in range(STEPS)]
+
+
+def plain(rank: int, budget: str, views: bool, directory: str, *, wrapped: bool = False) -> tuple[Any, Any]:
+    import dtr_integrations
+
+    torch.distributed.init_process_group("gloo")
+    net = Net()
+    parallel = nn.parallel.DistributedDataParallel(net, gradient_as_bucket_view=views)
+    optimizer = torch.optim.AdamW(net.parameters(), lr=1e-2)
+    session = dtr_integrations.auto_checkpoint(
+        parallel if wrapped else net,
+        optimizer=optimizer,
+        budget=budget,
+        progress=False,
+        log_every_n_steps=1,
+        run_dir=directory,
+    )
+
+    def step(x: torch.Tensor) -> None:
+        optimizer.zero_grad()
+        first, second = x.chunk(2)
+        with parallel.no_sync():
+            parallel(first).square().mean().backward()
+        parallel(second).square().mean().backward()
+        optimizer.step()
+
+    for x in batches(rank):
+        session.step(lambda x=x: step(x))
+    return session, parallel
 
 
 def with_accelerate(rank: int, budget: str, views: bool, directory: str) -> tuple[Any, Any]:
@@ -119,7 +149,13 @@ def with_fabric(rank: int, budget: str, views: bool, directory: str) -> tuple[An
     return callback, model._forward_module
 
 
-DOORS = {"accelerate": with_accelerate, "fabric": with_fabric, "lightning": with_lightning}
+DOORS = {
+    "plain": plain,
+    "wrapped": functools.partial(plain, wrapped=True),
+    "accelerate": with_accelerate,
+    "fabric": with_fabric,
+    "lightning": with_lightning,
+}
 
 
 def main() -> None:
@@ -144,7 +180,7 @@ def main() -> None:
         "is_default": plan.is_default,
         "digest": plan.digest,
         "graphs": len(plan.schedule),
-        "on_the_spot": len(held.session._decisions._unknown),
+        "on_the_spot": len(getattr(held, "session", held)._decisions._unknown),
         "breakdown": plan.breakdown,
         "errors": [report.prediction_error for report in held.reports],
         "within": [report.within_budget for report in held.reports],

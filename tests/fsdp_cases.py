@@ -19,6 +19,7 @@ from torch.distributed.fsdp import fully_shard
 
 STEPS = 5
 WIDTH = 64
+MICRO_BATCHES = int(os.environ.get("MICRO_BATCHES", "1"))  # with Accelerate
 
 
 class Block(nn.Module):
@@ -93,14 +94,16 @@ def with_accelerate(rank: int, budget: str, directory: str) -> tuple[Any, Any]:
     plugin = FullyShardedDataParallelPlugin(
         fsdp_version=2, auto_wrap_policy="transformer_based_wrap", transformer_cls_names_to_wrap=["Block"]
     )
-    engine = Accelerator(cpu=True, fsdp_plugin=plugin)
+    engine = Accelerator(cpu=True, fsdp_plugin=plugin, gradient_accumulation_steps=MICRO_BATCHES)
     installed = install(engine, budget=budget, progress=False, log_every_n_steps=1, run_dir=directory)
     net = Net()
     net, optimizer = engine.prepare(net, torch.optim.AdamW(net.parameters(), lr=1e-2))
     for x in batches(rank):
-        optimizer.zero_grad()
-        engine.backward(net(x).square().mean())
-        optimizer.step()
+        for part in x.chunk(MICRO_BATCHES):
+            with engine.accumulate(net):
+                engine.backward(net(part).square().mean())
+                optimizer.step()
+                optimizer.zero_grad()
     return installed, net
 
 

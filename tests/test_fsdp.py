@@ -23,7 +23,7 @@ pytest.importorskip("lightning")
 SCRIPT = Path(__file__).with_name("fsdp_cases.py")
 
 
-def launch(door: str, budget: str, directory: Path) -> list[dict[str, Any]]:
+def launch(door: str, budget: str, directory: Path, *, micro_batches: int = 1) -> list[dict[str, Any]]:
     """What each of two ranks printed."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
@@ -32,7 +32,7 @@ def launch(door: str, budget: str, directory: Path) -> list[dict[str, Any]]:
         subprocess.Popen(
             [sys.executable, SCRIPT, door, str(rank), "2", str(port), budget, directory],
             cwd=SCRIPT.parents[1],
-            env={**os.environ, "OMP_NUM_THREADS": "1"},
+            env={**os.environ, "OMP_NUM_THREADS": "1", "MICRO_BATCHES": str(micro_batches)},
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
@@ -57,18 +57,22 @@ def weights(result: dict[str, Any]) -> list[torch.Tensor]:
 
 
 @pytest.mark.parametrize(
-    "door",
+    ("door", "micro_batches"),
     [
-        "plain",
-        pytest.param("accelerate", marks=pytest.mark.slow),
-        pytest.param("fabric", marks=pytest.mark.slow),
-        pytest.param("lightning", marks=pytest.mark.slow),
+        ("plain", 1),
+        pytest.param("accelerate", 1, marks=pytest.mark.slow),
+        pytest.param("accelerate", 2, marks=pytest.mark.slow),  # gradients stay whole until the second
+        pytest.param("fabric", 1, marks=pytest.mark.slow),
+        pytest.param("lightning", 1, marks=pytest.mark.slow),
     ],
 )
-def test_gathers_are_predicted_and_plans_change_nothing(door: str, tmp_path: Path) -> None:
-    default = launch(door, "1GB", tmp_path)
+def test_gathers_are_predicted_and_plans_change_nothing(
+    door: str, micro_batches: int, tmp_path: Path
+) -> None:
+    default = launch(door, "1GB", tmp_path, micro_batches=micro_batches)
     static, peak = default[0]["static_bytes"], default[0]["default_bytes"]
-    planned = launch(door, f"{int(static + 0.7 * (peak - static))}B", tmp_path)
+    budget = f"{int(static + 0.7 * (peak - static))}B"
+    planned = launch(door, budget, tmp_path, micro_batches=micro_batches)
     for results in (default, planned):
         assert results[0]["digest"] == results[1]["digest"]
         for result in results:

@@ -7,15 +7,21 @@ own. What the reduction itself takes is not torch's (torch/csrc/distributed/c10d
 
 from __future__ import annotations
 
+import contextlib
+import functools
 from collections import defaultdict
+from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from .world import World
+from .._compat import inside_ddp_forward
+
+if TYPE_CHECKING:
+    from .world import World
 
 DDP_BUCKETS = "DDP buckets"
 
@@ -76,3 +82,35 @@ class BucketsTwin:
                 parameter.grad = part.view(parameter.shape)
 
         return hook
+
+
+class ParallelTwin(DistributedDataParallel):
+    """A `DistributedDataParallel` around the twin of its module: its buckets are there, and nothing is sent.
+
+    torch.compile splits graphs at the buckets as in the real one's forward.
+    """
+
+    def __init__(self, real: DistributedDataParallel, world: World) -> None:
+        nn.Module.__init__(self)
+        self.module = world.copy(real.module)
+        self.training = real.training
+        self.require_backward_grad_sync = real.require_backward_grad_sync
+        buckets = Buckets.of(real, real.module)
+        self.buckets = buckets.twin(world, self.module) if buckets is not None else None
+        self._inside = functools.partial(inside_ddp_forward, real)  # which is no submodule
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """That of the module."""
+        if self.buckets is not None:
+            self.buckets.reduces = self.require_backward_grad_sync
+        with self._inside():
+            return self.module(*args, **kwargs)
+
+    @contextlib.contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Gradients are not reduced after forwards inside."""
+        before, self.require_backward_grad_sync = self.require_backward_grad_sync, False
+        try:
+            yield
+        finally:
+            self.require_backward_grad_sync = before

@@ -140,6 +140,17 @@ class Shards:
         return next(group for state in self._states for group in shard_groups(state))
 
 
+def held_back(model: nn.Module) -> list[Any]:
+    """The sharded modules in `model` whose gradients stay whole for now: their loop accumulates, and reduces
+    in the last micro-batch of a step only (`set_requires_gradient_sync`)."""
+    states = ((part, fully_sharded(part)) for part in model.modules())
+    return [
+        part
+        for part, state in states
+        if state is not None and any(not group.reduce_grads for group in shard_groups(state))
+    ]
+
+
 class _Silent:
     """A collective that has its buffers and sends nothing (torch.distributed.fsdp's `AllGather` and
     `ReduceScatter`)."""

@@ -18,6 +18,7 @@ from torch import nn
 from torch.utils import _pytree as pytree
 
 from ..errors import CaptureError
+from .shards import held_back
 from .world import World
 
 if TYPE_CHECKING:
@@ -196,11 +197,15 @@ class ModuleStep:
         optimizer = world.optimizer(self.optimizer) if self.optimizer is not None else None
         loop: _Loop = self.seen.twin(world, model) if self.seen is not None else self._plain(world, model)
         buckets = self.buckets.twin(world, model) if self.buckets is not None else None
+        unreduced = held_back(model) if self.micro_batches > 1 else []
 
         def run() -> None:
             for micro in range(self.micro_batches):
+                last = micro == self.micro_batches - 1
                 if buckets is not None:
-                    buckets.reduces = micro == self.micro_batches - 1
+                    buckets.reduces = last
+                for part in unreduced:
+                    part.set_requires_gradient_sync(last, recurse=False)
                 if micro == 0 and not self.zero_after_forward:
                     zero_gradients(model.parameters())
                 loop.forward()

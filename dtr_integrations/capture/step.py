@@ -27,6 +27,7 @@ from .._compat import (
     compile_call,
     compiler_lock,
     copied_graph,
+    ddp_frames_without_modes,
     inductor_config,
     leave_out,
     partitioners,
@@ -190,6 +191,7 @@ def dry_step(
         targets.install(step, parts, observed, options or {}, world)
         stack.enter_context(dry_codegen(world.counter, watcher.generated))
         stack.enter_context(_no_caches())
+        stack.enter_context(ddp_frames_without_modes())
         stack.enter_context(_quiet())
         stack.enter_context(world.active())
         for _ in range(warm_up_steps):

@@ -14,10 +14,12 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
 from ..errors import CaptureError
+from .buckets import ParallelTwin
 from .shards import Shards
 from .stage import Stage
 
@@ -40,6 +42,9 @@ class World:
         for item in shared:
             self._memo[id(item)] = item
         self._prepare(thing)
+        for part in thing.modules() if isinstance(thing, nn.Module) else ():
+            if isinstance(part, DistributedDataParallel) and id(part) not in self._memo:
+                self._memo[id(part)] = ParallelTwin(part, self)
         shards = Shards.of(thing, self._memo) if isinstance(thing, nn.Module) else None
         try:
             with self._copying():

@@ -432,6 +432,9 @@ class BudgetSession:
         if self._gradients.zeroed is True and any(p.grad is not None for p in self.model.parameters()):
             log.warning("old gradients are there when the step begins: planning again with them")
             self._gradients.zeroed, self._settled = False, False
+        for module in refers.modules if self.plan is None else ():
+            if Buckets.of(module, self.model) is not None:
+                self.wrapped_in(module)
         if self.plans_for(refers.tensors):
             self.prepare(
                 FunctionStep(
