@@ -58,6 +58,8 @@ def gradients(result: dict[str, Any]) -> list[torch.Tensor]:
     ("door", "views"),
     [
         ("accelerate", False),
+        pytest.param("plain", False, marks=pytest.mark.slow),
+        pytest.param("wrapped", True, marks=pytest.mark.slow),
         pytest.param("accelerate", True, marks=pytest.mark.slow),
         pytest.param("fabric", False, marks=pytest.mark.slow),
         pytest.param("lightning", False, marks=pytest.mark.slow),

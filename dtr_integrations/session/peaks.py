@@ -62,9 +62,11 @@ class StepPeaks:
         own = {storage._cdata for storage in storages_of(static)}
         held = [tensor for place in inside(self._model).values() for tensor in tensors_in(place.get())]
         tensors = [*held, *tensors_in(batch)]
-        with_gradients = tensors if self.gradients_are_buckets else (*static, *tensors)
-        leaves = [leaf for leaf in with_gradients if leaf.is_leaf]
-        tensors += [leaf.grad for leaf in leaves if leaf.grad is not None]
+        leaves = {id(leaf): leaf for leaf in (*static, *tensors) if leaf.is_leaf}
+        if self.gradients_are_buckets:
+            for tensor in static:
+                leaves.pop(id(tensor), None)
+        tensors += [leaf.grad for leaf in leaves.values() if leaf.grad is not None]
         return [t for t in tensors if own.isdisjoint(storage._cdata for storage in storages_of([t]))]
 
     def close(self, trace: StepTrace) -> None:
