@@ -88,7 +88,7 @@ _NEEDED: dict[str, tuple[str, ...]] = {
     ),
     "torch._dynamo": ("disable",),
     # held while a frame is compiled (torch/_dynamo/convert_frame.py)
-    "torch._dynamo.convert_frame": ("compile_lock", "ConvertFrame._clone_with_backend"),
+    "torch._dynamo.convert_frame": ("compile_lock",),
     "torch._dynamo.config": ("recompile_limit",),
     # a fake tensor's storage is a meta storage: its bytes and its death can be seen
     # (torch/_subclasses/fake_tensor.py)
@@ -343,11 +343,14 @@ def inside_ddp_forward(parallel: Any) -> contextlib.AbstractContextManager[None]
 def ddp_frames_without_modes() -> Iterator[None]:
     """Inside, Dynamo compiles frames in a DDP's forward as it does all others: with the dispatch modes that
     are active set aside. Else an input that is a view is made anew in the mode of a dry run
-    (torch/_dynamo/convert_frame.py, `CatchErrorsWrapper`)."""
+    (torch/_dynamo/convert_frame.py, `CatchErrorsWrapper`; not probed: it matters only there)."""
     from torch._dynamo.convert_frame import ConvertFrame
     from torch.utils._python_dispatch import _disable_current_modes
 
-    clone = ConvertFrame._clone_with_backend.fget  # it is a property
+    clone = getattr(vars(ConvertFrame).get("_clone_with_backend"), "fget", None)  # it is a property
+    if clone is None:
+        yield
+        return
 
     def cloned(self: Any) -> Callable[[Any], Any]:
         def with_backend(backend: Any) -> Any:
@@ -430,14 +433,12 @@ def gathers_told(told: Callable[[torch.Tensor], None]) -> Iterator[None]:
 
         return resized
 
-    places: list[tuple[Any, str, Any]] = [(_fsdp_collectives, "dist", _Unsent())]
-    for module in (_fsdp_param, _fsdp_param_group):
-        for name in ("alloc_storage", "free_storage"):
-            if hasattr(module, name):
-                places.append((module, name, telling(getattr(module, name))))
     with contextlib.ExitStack() as stack:
-        for module, name, value in places:
-            stack.enter_context(mock.patch.object(module, name, value))
+        stack.enter_context(mock.patch.object(_fsdp_collectives, "dist", _Unsent()))
+        for module in (_fsdp_param, _fsdp_param_group):
+            for name in ("alloc_storage", "free_storage"):
+                if hasattr(module, name):
+                    stack.enter_context(mock.patch.object(module, name, telling(getattr(module, name))))
         yield
 
 
