@@ -207,6 +207,7 @@ __all__ = [
     "ddp_frames_without_modes",
     "default_store",
     "extracted",
+    "forgetting_code",
     "fully_sharded",
     "gathers_told",
     "get_hash_for_files",
@@ -239,6 +240,28 @@ if torch._C.DispatchKey.Autograd not in control_deps.py_kernels:
 
 # Whether each compiled callable counts its recompiles alone (torch 2.12 on).
 ISOLATES_RECOMPILES = "isolate_recompiles" in inspect.signature(torch.compile).parameters
+
+
+@contextlib.contextmanager
+def forgetting_code() -> Iterator[None]:
+    """Where what is compiled inside would count against the recompile limit of the same code outside (up to
+    torch 2.11), it is forgotten at the end (torch/_dynamo/convert_frame.py, `input_codes`)."""
+    if ISOLATES_RECOMPILES:
+        yield
+        return
+    from torch._C._dynamo.eval_frame import reset_code
+    from torch._dynamo import convert_frame
+
+    outside, inside = convert_frame.input_codes, convert_frame.Tracker()
+    convert_frame.input_codes = inside
+    try:
+        yield
+    finally:
+        convert_frame.input_codes = outside
+        for reference in inside.seen:
+            if (code := reference()) is not None:
+                outside.add(code)
+                reset_code(code)
 
 
 def compile_call(

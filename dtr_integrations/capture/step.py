@@ -28,6 +28,7 @@ from .._compat import (
     compiler_lock,
     copied_graph,
     ddp_frames_without_modes,
+    forgetting_code,
     inductor_config,
     leave_out,
     partitioners,
@@ -177,6 +178,7 @@ def dry_step(
     targets = _Targets()
     with contextlib.ExitStack() as stack:
         stack.enter_context(compiler_lock)
+        stack.enter_context(forgetting_code())
         stack.callback(observed.release)
         stack.callback(world.release)
         step = _built(source, world)
