@@ -26,7 +26,7 @@ import torch
 
 from .errors import PlanWarning, UnsupportedTorch
 
-TESTED = ("2.13", "2.14", "2.15")
+TESTED = ("2.11", "2.13", "2.14", "2.15")
 
 _NEEDED: dict[str, tuple[str, ...]] = {
     # the public route to a partitioner of one's own, and what it gets (torch/_inductor/custom_graph_pass.py)

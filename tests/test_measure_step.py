@@ -138,6 +138,7 @@ def test_refused_while_a_scheduled_profiler_waits_or_warms_up():
     assert measure_step(lambda: floats(5)).peak_bytes == 20
 
 
+@pytest.mark.skipif(torch.__version__ < "2.12", reason="there a profiler does not know that it was stopped")
 def test_a_profiler_that_was_stopped_by_hand_is_no_obstacle():
     theirs = torch.profiler.profile(activities=CPU)
     theirs.start()
