@@ -112,7 +112,8 @@ def test_tied_weights() -> None:
 
 
 def test_a_module_called_twice_in_one_step() -> None:
-    holds(case(CalledTwice), 0.88)
+    # The lowest plan of all is at 0.79 of the dynamic memory, with torch 2.11 at 0.857.
+    holds(case(CalledTwice), 0.85 if torch.__version__ >= "2.12" else 0.88)
 
 
 def test_frozen_layers_beside_trainable_ones() -> None:

@@ -206,7 +206,6 @@ class StorageCounter:
         storage = tensor.untyped_storage()
         self.watch(tensor)
         self.ledger.resize(storage._cdata, storage.nbytes(), FSDP_GATHERS)
-        self.ledger.label(storage._cdata, FSDP_GATHERS)
 
     def holders(self, tensor: torch.Tensor) -> list[weakref.ref[Any]]:
         """The tensors through which the program holds the storage: this one, and views made of it from now

@@ -70,16 +70,14 @@ class Shards:
         """A deep copy of `module` in `world` with whole parameters, as it was before `fully_shard`."""
         for parameter in self._parameters():
             sharded = parameter.sharded_param
-            size = parameter._orig_size
             whole = nn.Parameter(
-                world.empty(size, _contiguous(size), sharded.dtype, parameter.device),
+                world.empty(
+                    parameter._orig_size, parameter._contiguous_orig_stride, sharded.dtype, parameter.device
+                ),
                 requires_grad=sharded.requires_grad,
             )
-            info = parameter._module_info
-            registered = info.module._parameters[info.param_name]
-            for real in (sharded, registered, getattr(parameter, "_unsharded_param", None)):
-                if real is not None:
-                    memo[id(real)] = whole
+            for real in _registered(parameter):
+                memo[id(real)] = whole
         shells = [part for state in self._states for part in state._modules]
         for part in shells:  # before any is filled: one may refer to another
             kind = original_class(part)
@@ -102,14 +100,14 @@ class Shards:
         for state in reversed(self._states):  # what is inside of another first
             parts = [memo[id(part)] for part in state._modules]
             groups = shard_groups(state)
-            several = len(groups) > 1
+            group, several = (groups or self._groups())[0], len(groups) > 1
             fully_shard(
                 parts if len(parts) > 1 else parts[0],
-                mesh=(groups[0] if groups else self._any_group()).mesh_info.mesh,
+                mesh=group.mesh_info.mesh,
                 reshard_after_forward=_reshards(state),
                 shard_placement_fn=lambda p, several=several: _placement(placements[id(p)], several),
                 mp_policy=state._mp_policy,
-                offload_policy=(groups[0] if groups else self._any_group()).offload_policy,
+                offload_policy=group.offload_policy,
                 ignored_params=ignored,
             )
             twins[id(state)] = fully_sharded(parts[0])
@@ -131,13 +129,12 @@ class Shards:
             copied._all_gather_comm = _Silent()
             copied._reduce_scatter_comm = _Silent()
 
-    def _parameters(self) -> Iterator[Any]:
-        for state in self._states:
-            for group in shard_groups(state):
-                yield from group.fsdp_params
+    def _groups(self) -> list[Any]:
+        return [group for state in self._states for group in shard_groups(state)]
 
-    def _any_group(self) -> Any:
-        return next(group for state in self._states for group in shard_groups(state))
+    def _parameters(self) -> Iterator[Any]:
+        for group in self._groups():
+            yield from group.fsdp_params
 
 
 def held_back(model: nn.Module) -> list[Any]:
@@ -204,11 +201,3 @@ def _bare(module: nn.Module, handles: set[int]) -> dict[str, Any]:
             if kind in held:
                 held[kind] = OrderedDict((k, v) for k, v in held[kind].items() if k not in handles)
     return held
-
-
-def _contiguous(size: Sequence[int]) -> tuple[int, ...]:
-    strides, step = [], 1
-    for length in reversed(size):
-        strides.append(step)
-        step *= max(length, 1)
-    return tuple(reversed(strides))

@@ -42,9 +42,6 @@ class World:
         for item in shared:
             self._memo[id(item)] = item
         self._prepare(thing)
-        for part in thing.modules() if isinstance(thing, nn.Module) else ():
-            if isinstance(part, DistributedDataParallel) and id(part) not in self._memo:
-                self._memo[id(part)] = ParallelTwin(part, self)
         shards = Shards.of(thing, self._memo) if isinstance(thing, nn.Module) else None
         try:
             with self._copying():
@@ -68,9 +65,12 @@ class World:
         )
 
     def _prepare(self, thing: Any) -> None:
-        """What a deep copy cannot do, of a module's attributes too: ops are code and stay the same, and a
-        generator of torch's is not copied among fake tensors."""
-        modules = thing.modules() if isinstance(thing, nn.Module) else ()
+        """What a deep copy cannot do, of a module's attributes too: ops are code and stay the same, a
+        generator of torch's is not copied among fake tensors, and a DDP would have ranks reduce."""
+        modules = list(thing.modules()) if isinstance(thing, nn.Module) else []
+        for module in modules:
+            if isinstance(module, DistributedDataParallel) and id(module) not in self._memo:
+                self._memo[id(module)] = ParallelTwin(module, self)
         for value in (thing, *(value for module in modules for value in vars(module).values())):
             if isinstance(value, _OPS):
                 self._memo[id(value)] = value

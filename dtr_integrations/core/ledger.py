@@ -62,11 +62,12 @@ class Ledger:
         self._move(-life.size_bytes)
 
     def resize(self, key: int, size_bytes: int, kind: str) -> None:
-        """A storage of that kind has another size now; of none it is not alive."""
+        """A storage, alive or not, has this many bytes now and is of this kind; with none it is not alive."""
         if key in self._current and self.lifetimes[self._current[key]].size_bytes != size_bytes:
             self.death(key)
         if size_bytes:
             self.birth(key, size_bytes, kind)
+            self.label(key, kind)
 
     def label(self, key: int, kind: str) -> None:
         """Say what a live storage is for (a gradient, a saved activation), once that is known."""
