@@ -7,15 +7,13 @@ Prints one line of JSON.
 from __future__ import annotations
 
 import functools
-import json
-import logging
 import os
 import sys
-import warnings
 from typing import Any
 
 import torch
 from torch import nn
+from two_ranks import begin, say
 
 STEPS = 4
 
@@ -160,38 +158,15 @@ DOORS = {
 
 def main() -> None:
     door, rank, world_size, port, budget, views, directory = sys.argv[1:]
-    os.environ |= {
-        "RANK": rank,
-        "LOCAL_RANK": rank,
-        "WORLD_SIZE": world_size,
-        "LOCAL_WORLD_SIZE": world_size,
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": port,
-        "NODE_RANK": "0",
-    }
-    logging.getLogger("torch.__trace").disabled = True
-    warnings.simplefilter("ignore")
-    torch.manual_seed(0)
+    begin(rank, world_size, port)
     held, model = DOORS[door](int(rank), budget, views == "1", directory)
-    plan, torchs_own = held.plan, model._get_ddp_logging_data()
-    result = {
-        "static_bytes": plan.static_bytes,
-        "default_bytes": plan.default_allocated_bytes,
-        "is_default": plan.is_default,
-        "digest": plan.digest,
-        "graphs": len(plan.schedule),
-        "on_the_spot": len(getattr(held, "session", held)._decisions._unknown),
-        "breakdown": plan.breakdown,
-        "errors": [report.prediction_error for report in held.reports],
-        "within": [report.within_budget for report in held.reports],
-        "predicted": [report.predicted_allocated_bytes for report in held.reports],
-        "measured": [report.peak_allocated_bytes for report in held.reports],
-        "gradients": [p.grad.flatten().tolist() for p in model.parameters()],
-        "bucket_bytes": sum(map(int, torchs_own["rebuilt_bucket_sizes"].split(","))),
-        "parameter_bytes": sum(p.nbytes for p in model.parameters()),
-    }
-    print(json.dumps(result), flush=True)
-    torch.distributed.destroy_process_group()
+    torchs_own = model._get_ddp_logging_data()
+    say(
+        held,
+        gradients=[p.grad.flatten().tolist() for p in model.parameters()],
+        bucket_bytes=sum(map(int, torchs_own["rebuilt_bucket_sizes"].split(","))),
+        parameter_bytes=sum(p.nbytes for p in model.parameters()),
+    )
 
 
 if __name__ == "__main__":

@@ -5,17 +5,15 @@ DOOR is "plain", "accelerate", "fabric" or "lightning". Prints one line of JSON.
 
 from __future__ import annotations
 
-import json
-import logging
 import os
 import sys
-import warnings
 from typing import Any
 
 import torch
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
+from two_ranks import begin, say
 
 STEPS = 5
 WIDTH = 64
@@ -180,39 +178,14 @@ DOORS = {
 
 def main() -> None:
     door, rank, world_size, port, budget, directory = sys.argv[1:]
-    os.environ |= {
-        "RANK": rank,
-        "LOCAL_RANK": rank,
-        "WORLD_SIZE": world_size,
-        "LOCAL_WORLD_SIZE": world_size,
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": port,
-        "NODE_RANK": "0",
-    }
-    logging.getLogger("torch.__trace").disabled = True
-    warnings.simplefilter("ignore")
-    torch.manual_seed(0)
+    begin(rank, world_size, port)
     held, net = DOORS[door](int(rank), budget, directory)
-    plan = held.plan
-    session = getattr(held, "session", held)
     shards = {name: p.to_local() for name, p in net.named_parameters()}
-    result = {
-        "static_bytes": plan.static_bytes,
-        "default_bytes": plan.default_allocated_bytes,
-        "is_default": plan.is_default,
-        "digest": plan.digest,
-        "graphs": len(plan.schedule),
-        "on_the_spot": len(session._decisions._unknown),
-        "breakdown": plan.breakdown,
-        "errors": [report.prediction_error for report in held.reports],
-        "within": [report.within_budget for report in held.reports],
-        "predicted": [report.predicted_allocated_bytes for report in held.reports],
-        "measured": [report.peak_allocated_bytes for report in held.reports],
-        "weights": {name: shard.flatten().tolist() for name, shard in shards.items()},
-        "storage_bytes": sum(shard.untyped_storage().nbytes() for shard in shards.values()),
-    }
-    print(json.dumps(result), flush=True)
-    torch.distributed.destroy_process_group()
+    say(
+        held,
+        weights={name: shard.flatten().tolist() for name, shard in shards.items()},
+        storage_bytes=sum(shard.untyped_storage().nbytes() for shard in shards.values()),
+    )
 
 
 if __name__ == "__main__":

@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-import json
-import os
-import socket
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import two_ranks
 
 pytest.importorskip("accelerate")
 pytest.importorskip("lightning")
@@ -22,32 +18,7 @@ SCRIPT = Path(__file__).with_name("ddp_cases.py")
 def launch(
     door: str, budget: str, directory: Path, *, views: bool = False, width: int = 64
 ) -> list[dict[str, Any]]:
-    """What each of two ranks printed."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    processes = [
-        subprocess.Popen(
-            [sys.executable, SCRIPT, door, str(r), "2", str(port), budget, str(int(views)), directory],
-            cwd=SCRIPT.parents[1],
-            env={**os.environ, "OMP_NUM_THREADS": "1", "WIDTH": str(width)},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for r in range(2)
-    ]
-    try:
-        results = []
-        for process in processes:
-            out, err = process.communicate(timeout=280)
-            assert process.returncode == 0, err
-            results.append(json.loads(out.splitlines()[-1]))
-        return results
-    finally:
-        for process in processes:
-            process.kill()
-            process.communicate()
+    return two_ranks.launch(SCRIPT, door, budget, str(int(views)), str(directory), WIDTH=str(width))
 
 
 def gradients(result: dict[str, Any]) -> list[torch.Tensor]:

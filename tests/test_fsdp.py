@@ -8,7 +8,6 @@ from __future__ import annotations
 import json
 import math
 import os
-import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -16,6 +15,7 @@ from typing import Any
 
 import pytest
 import torch
+import two_ranks
 
 pytest.importorskip("accelerate")
 pytest.importorskip("lightning")
@@ -24,32 +24,7 @@ SCRIPT = Path(__file__).with_name("fsdp_cases.py")
 
 
 def launch(door: str, budget: str, directory: Path, *, micro_batches: int = 1) -> list[dict[str, Any]]:
-    """What each of two ranks printed."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    processes = [
-        subprocess.Popen(
-            [sys.executable, SCRIPT, door, str(rank), "2", str(port), budget, directory],
-            cwd=SCRIPT.parents[1],
-            env={**os.environ, "OMP_NUM_THREADS": "1", "MICRO_BATCHES": str(micro_batches)},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for rank in range(2)
-    ]
-    try:
-        results = []
-        for process in processes:
-            out, err = process.communicate(timeout=280)
-            assert process.returncode == 0, err
-            results.append(json.loads(out.splitlines()[-1]))
-        return results
-    finally:
-        for process in processes:
-            process.kill()
-            process.communicate()
+    return two_ranks.launch(SCRIPT, door, budget, str(directory), MICRO_BATCHES=str(micro_batches))
 
 
 def weights(result: dict[str, Any]) -> list[torch.Tensor]:
@@ -80,74 +55,25 @@ def test_gathers_are_predicted_and_plans_change_nothing(
             assert result["on_the_spot"] == 0
             assert result["breakdown"]["parameters"] == result["storage_bytes"]
             assert result["breakdown"]["FSDP2 gathers"] > 0
-            # gloo's own thread may hold a collective's buffers a moment longer, in some of the steps
-            assert min(result["errors"]) <= 0.02
-            assert min(result["measured"]) <= result["predicted"][0] + 64
+            # In some steps gloo's own thread holds the buffers of one collective a moment longer.
+            assert min(result["errors"]) <= 1e-4
+            for measured, predicted in zip(result["measured"], result["predicted"], strict=True):
+                assert measured <= predicted + 2 * shard_bytes(BLOCK, 2)
     assert all(not result["is_default"] for result in planned)
     for one, other in zip(default, planned, strict=True):
         for expected, got in zip(weights(one), weights(other), strict=True):
             assert torch.linalg.norm(got - expected) <= 1e-5 * torch.linalg.norm(expected)
 
 
-MADE_UP = """
-import json, sys
-import torch
-from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
-from torch.testing._internal.distributed.fake_pg import FakeStore
-
-from dtr_integrations.capture.costs import measured_rates
-from dtr_integrations.capture.source import ModuleStep
-from dtr_integrations.capture.step import Recorder, dry_step
-from fsdp_cases import Net, WIDTH
-
-case = sys.argv[1]
-torch.distributed.init_process_group("fake", store=FakeStore(), rank=0, world_size=4)
-shape = (2, 2) if case == "replicated" else (4,)
-mesh = init_device_mesh("cpu", shape, mesh_dim_names=("replicas", "shards")[-len(shape):])
-options = {}
-if case == "bfloat16":
-    options["mp_policy"] = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
-if case == "kept":
-    options["reshard_after_forward"] = False
-net = Net()
-if case == "partly":
-    options["ignored_params"] = set(net.blocks[0].parameters())
-for block in net.blocks:
-    fully_shard(block, mesh=mesh, **options)
-fully_shard(net, mesh=mesh, **options)
-if case == "prefetching":
-    for one, other in zip(net.blocks, net.blocks[1:]):
-        one.set_modules_to_forward_prefetch([other])
-names = {n: (tuple(p.shape), type(p).__name__) for n, p in net.named_parameters()}
-step = ModuleStep(
-    model=net, args=(torch.randn(64, WIDTH),), optimizer=torch.optim.AdamW(net.parameters())
-)
-run = dry_step(step, Recorder(measured_rates("cpu"), strictnesses=False))
-assert names == {n: (tuple(p.shape), type(p).__name__) for n, p in net.named_parameters()}
-assert all(p.grad is None for p in net.parameters())
-state = net.blocks[0]._get_fsdp_state()
-assert state._is_root is None  # the real one has not begun
-print(json.dumps({
-    "parameter_bytes": run.static.parameter_bytes,
-    "optimizer_bytes": run.static.optimizer_bytes,
-    "gradient_bytes": run.static.gradient_bytes,
-    "breakdown": run.profile.breakdown,
-    "peak_bytes": run.profile.peak_bytes,
-    "forward_entries": [r.entry_bytes for r in run.profile.regions if r.kind == "forward"],
-    "saved": [r.saved_bytes for r in run.profile.regions if r.kind == "forward"],
-    "trained": len(run.trained),
-}))
-"""
+MADE_UP = SCRIPT.with_name("fsdp_made_up.py")
 
 
 def made_up(case: str) -> dict[str, Any]:
     """What the dry run of one of four ranks says."""
     done = subprocess.run(
-        [sys.executable, "-c", MADE_UP, case],
-        cwd=SCRIPT.parent,
-        env={**os.environ, "PYTHONPATH": f"{SCRIPT.parents[1]}:{SCRIPT.parent}", "OMP_NUM_THREADS": "1"},
+        [sys.executable, MADE_UP, case],
+        cwd=SCRIPT.parents[1],
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
         capture_output=True,
         text=True,
         timeout=280,

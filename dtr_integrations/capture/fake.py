@@ -20,7 +20,7 @@ from unittest import mock
 import torch
 from torch import nn
 from torch.utils import _pytree as pytree
-from torch.utils._python_dispatch import _disable_current_modes, is_traceable_wrapper_subclass
+from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils.weak import WeakIdKeyDictionary
 
 from .._compat import (
@@ -31,6 +31,7 @@ from .._compat import (
     FakeTensorMode,
     gathers_told,
 )
+from .._plain_tensors import plain_tensors
 from .._randomness import preserved_randomness
 from ..core.ledger import Ledger
 from .scratch import Scratch
@@ -178,14 +179,10 @@ class StorageCounter:
 
     def watch(self, tensor: torch.Tensor, kind: str = "", *, least_bytes: int = 0) -> None:
         """Count the tensor's storage from now until it dies, as `least_bytes` if it seems smaller."""
-        if tensor.layout is torch.sparse_coo:
-            self.watch(tensor._indices(), kind)
-            self.watch(tensor._values(), kind)
-            return
-        if is_traceable_wrapper_subclass(tensor):  # a DTensor: its own storage is a hollow one
-            for part in _wrapped(tensor):
-                self.watch(part, kind, least_bytes=least_bytes)
-            return
+        for part in plain_tensors(tensor):
+            self._watch(part, kind, least_bytes)
+
+    def _watch(self, tensor: torch.Tensor, kind: str, least_bytes: int) -> None:
         storage = tensor.untyped_storage()
         key = storage._cdata
         if key in self._watched:
@@ -222,14 +219,8 @@ class StorageCounter:
     def label(self, tensor: torch.Tensor, kind: str) -> None:
         """Say what a tensor's storage is for; start counting it if it was not."""
         self.watch(tensor, kind)
-        if tensor.layout is torch.sparse_coo:
-            self.label(tensor._values(), kind)
-            return
-        if is_traceable_wrapper_subclass(tensor):
-            for part in _wrapped(tensor):
-                self.label(part, kind)
-            return
-        self.ledger.label(tensor.untyped_storage()._cdata, kind)
+        for part in plain_tensors(tensor):
+            self.ledger.label(part.untyped_storage()._cdata, kind)
 
 
 class FakeWorld(World):
@@ -320,12 +311,6 @@ class FakeWorld(World):
             self.mode,
         ):
             yield
-
-
-def _wrapped(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
-    for name in tensor.__tensor_flatten__()[0]:  # type: ignore[attr-defined]
-        if isinstance(part := getattr(tensor, name), torch.Tensor):
-            yield part
 
 
 def wind_to_medians() -> None:

@@ -7,6 +7,8 @@ from typing import Any
 
 import torch
 
+from .._plain_tensors import plain_tensors
+
 __all__ = ["live_bytes", "optimizer_state_tensors", "static_bytes", "storages_of", "tensors_in"]
 
 
@@ -67,26 +69,8 @@ def storages_of(tensors: Iterable[torch.Tensor]) -> list[torch.UntypedStorage]:
     """The distinct storages behind `tensors`, in order of first sight."""
     by_identity: dict[int, torch.UntypedStorage] = {}
     for tensor in tensors:
-        for plain in _plain_tensors(tensor):
+        for plain in plain_tensors(tensor):
             storage = plain.untyped_storage()
             # Not the data pointer: it is 0 for meta and fake storages.
             by_identity.setdefault(storage._cdata, storage)
     return list(by_identity.values())
-
-
-def _plain_tensors(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
-    """The tensors with a storage of their own that `tensor` is made of: mostly itself."""
-    if tensor.layout is torch.sparse_coo:
-        yield from (tensor._indices(), tensor._values())
-    elif tensor.layout in (torch.sparse_csr, torch.sparse_bsr):
-        yield from (tensor.crow_indices(), tensor.col_indices(), tensor.values())
-    elif tensor.layout in (torch.sparse_csc, torch.sparse_bsc):
-        yield from (tensor.ccol_indices(), tensor.row_indices(), tensor.values())
-    elif type(tensor) is not torch.Tensor and hasattr(tensor, "__tensor_flatten__"):
-        # DTensor, and every other subclass that wraps tensors: its own storage is a hollow one.
-        for name in tensor.__tensor_flatten__()[0]:
-            part = getattr(tensor, name)
-            if isinstance(part, torch.Tensor):  # of a DTensor the mesh is named too
-                yield from _plain_tensors(part)
-    else:
-        yield tensor
