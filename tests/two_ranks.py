@@ -71,7 +71,7 @@ def say(held: Any, **more: Any) -> None:
         "static_bytes": plan.static_bytes,
         "default_bytes": plan.default_allocated_bytes,
         "is_default": plan.is_default,
-        "digest": plan.digest,
+        "digests": [report.plan_digest for report in held.reports],
         "graphs": len(plan.schedule),
         "on_the_spot": len(session._decisions._unknown),
         "breakdown": plan.breakdown,
