@@ -15,6 +15,7 @@ import torch
 from ._compat import active_ddp
 from .capture.called import calls_inside
 from .capture.seen import LoopWatch, SeenForward, give_way
+from .capture.shards import held_back
 from .capture.source import AssumedLoss, ModuleStep, tensors_of
 from .capture.step import reason
 from .core.peak import PeakReport
@@ -42,6 +43,7 @@ class CalledSession(BudgetSession):
         super().__init__(*args, **kwargs)
         self.zero_after_forward = False  # whether old gradients live beside the activations
         self.micro_batches = 1
+        self._unreduced: tuple[str, ...] = ()  # in a micro-batch that was not the last
         self._watch: LoopWatch | None = None
         self._watches = self._assumes = self._targets() == ("",)  # what the loop does is not known yet
         self._seen: SeenForward | None = None
@@ -76,6 +78,7 @@ class CalledSession(BudgetSession):
             if settled:  # the batch has grown, and what was seen belongs to a smaller one
                 self._seen = None
                 self._assumes = self._watches = self._targets() == ("",)
+            self._unreduced = self._unreduced or held_back(self.model)
             self.prepare(self._source(args, kwargs))
             if self._seen is not None:
                 self._seen = self._seen.forget_batch()
@@ -103,6 +106,7 @@ class CalledSession(BudgetSession):
             assumed_loss=AssumedLoss() if self._assumes else None,
             seen=seen,
             buckets=self.buckets,
+            unreduced=self._unreduced if self.micro_batches > 1 else (),
         )
 
     def _planned_for(self, source: Any, *, best_effort: bool, **others: Any) -> Planned:

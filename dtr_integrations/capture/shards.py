@@ -137,15 +137,15 @@ class Shards:
             yield from group.fsdp_params
 
 
-def held_back(model: nn.Module) -> list[Any]:
-    """The sharded modules in `model` whose gradients stay whole for now: their loop accumulates, and reduces
-    in the last micro-batch of a step only (`set_requires_gradient_sync`)."""
-    states = ((part, fully_sharded(part)) for part in model.modules())
-    return [
-        part
-        for part, state in states
+def held_back(model: nn.Module) -> tuple[str, ...]:
+    """The names of the sharded modules in `model` whose gradients stay whole for now: their loop accumulates,
+    and reduces in the last micro-batch of a step only (`set_requires_gradient_sync`)."""
+    states = ((name, fully_sharded(part)) for name, part in model.named_modules())
+    return tuple(
+        name
+        for name, state in states
         if state is not None and any(not group.reduce_grads for group in shard_groups(state))
-    ]
+    )
 
 
 class _Silent:

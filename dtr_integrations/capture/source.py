@@ -18,7 +18,6 @@ from torch import nn
 from torch.utils import _pytree as pytree
 
 from ..errors import CaptureError
-from .shards import held_back
 from .world import World
 
 if TYPE_CHECKING:
@@ -170,7 +169,8 @@ class ModuleStep:
     so they live beside the activations; otherwise they are dropped before the forward. `context()` wraps
     forward and loss (autocast). `assumed_loss`: makes a loss where the output has none. `seen`: what a loop
     makes of the output and how long it holds it, seen in an earlier step; in the place of the call and of its
-    loss. `buckets`: those of a DDP around the model.
+    loss. `buckets`: those of a DDP around the model. `unreduced`: names of the modules sharded by FSDP2 whose
+    gradients are reduced in the last micro-batch only (`held_back`).
     """
 
     model: nn.Module
@@ -185,6 +185,7 @@ class ModuleStep:
     assumed_loss: AssumedLoss | None = None
     seen: SeenForward | None = None
     buckets: Buckets | None = None
+    unreduced: Sequence[str] = ()
 
     def build(self, world: World) -> FakeStep:
         """See `StepSource.build`."""
@@ -197,7 +198,7 @@ class ModuleStep:
         optimizer = world.optimizer(self.optimizer) if self.optimizer is not None else None
         loop: _Loop = self.seen.twin(world, model) if self.seen is not None else self._plain(world, model)
         buckets = self.buckets.twin(world, model) if self.buckets is not None else None
-        unreduced = held_back(model) if self.micro_batches > 1 else []
+        unreduced: list[Any] = [model.get_submodule(name) for name in self.unreduced]
 
         def run() -> None:
             for micro in range(self.micro_batches):
