@@ -221,6 +221,7 @@ __all__ = [
     "original_class",
     "partitioners",
     "preserve_node_ordering",
+    "process_groups",
     "remove_function_mode",
     "shard_groups",
     "top_saved_tensors_hooks",
@@ -397,6 +398,15 @@ def default_store() -> Any:
     from torch.distributed.distributed_c10d import _get_default_store
 
     return _get_default_store()
+
+
+def process_groups() -> list[tuple[str, list[int]]]:
+    """(backends, global ranks) of each process group that this process is in. (Not probed, likewise.)"""
+    if not (torch.distributed.is_available() and torch.distributed.is_initialized()):
+        return []
+    from torch.distributed.distributed_c10d import _world, get_backend_config, get_process_group_ranks
+
+    return [(get_backend_config(group), get_process_group_ranks(group)) for group in _world.pg_map]
 
 
 def fully_sharded(module: torch.nn.Module) -> Any:

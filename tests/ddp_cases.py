@@ -15,6 +15,8 @@ import torch
 from torch import nn
 from two_ranks import begin, say
 
+from dtr_integrations.measure import trace_step
+
 STEPS = 4
 
 
@@ -156,6 +158,15 @@ DOORS = {
 }
 
 
+def allocated_for_buckets(views: bool) -> int:
+    """What torch's allocator says that a `DistributedDataParallel` keeps, beside its module."""
+    net = Net()
+    with trace_step(device="cpu") as trace:
+        parallel = nn.parallel.DistributedDataParallel(net, gradient_as_bucket_view=views)
+    assert parallel.module is net
+    return trace.peak.end_bytes
+
+
 def main() -> None:
     door, rank, world_size, port, budget, views, directory = sys.argv[1:]
     begin(rank, world_size, port)
@@ -165,6 +176,7 @@ def main() -> None:
         held,
         gradients=[p.grad.flatten().tolist() for p in model.parameters()],
         bucket_bytes=sum(map(int, torchs_own["rebuilt_bucket_sizes"].split(","))),
+        allocated_for_buckets=allocated_for_buckets(views == "1"),
         parameter_bytes=sum(p.nbytes for p in model.parameters()),
     )
 

@@ -15,6 +15,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from two_ranks import begin, say
 
+from dtr_integrations.measure import trace_step
+
 STEPS = 5
 WIDTH = 64
 MICRO_BATCHES = int(os.environ.get("MICRO_BATCHES", "1"))  # with Accelerate
@@ -176,6 +178,18 @@ DOORS = {
 }
 
 
+def allocated_for_gathers(net: nn.Module) -> list[int]:
+    """What torch's allocator says that the whole parameters of a block take, and those of the rest."""
+    sizes = []
+    for module in (net.blocks[0], net):
+        module.reshard()
+        with trace_step(device="cpu") as trace:
+            module.unshard()
+        module.reshard()
+        sizes.append(trace.peak.end_bytes)
+    return sizes
+
+
 def main() -> None:
     door, rank, world_size, port, budget, directory = sys.argv[1:]
     begin(rank, world_size, port)
@@ -183,6 +197,7 @@ def main() -> None:
     shards = {name: p.to_local() for name, p in net.named_parameters()}
     say(
         held,
+        allocated_for_gathers=allocated_for_gathers(net),
         weights={name: shard.flatten().tolist() for name, shard in shards.items()},
         storage_bytes=sum(shard.untyped_storage().nbytes() for shard in shards.values()),
     )

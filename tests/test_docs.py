@@ -1,4 +1,4 @@
-"""Every code block of the pages in `docs/doors` runs as it stands there.
+"""Every code block of the pages in `docs/doors`, and of others that are named here, runs as it stands there.
 
 A block that begins with `# NAME` is a file of that name. The other Python blocks of a page are one program,
 and shell blocks run where the files are.
@@ -19,8 +19,8 @@ for needed in ("accelerate", "lightning", "transformers"):
     pytest.importorskip(needed)
 
 ROOT = Path(__file__).parents[1]
-PAGES = sorted((ROOT / "docs" / "doors").glob("*.md"))
-QUICK = ("fabric",)
+PAGES = [*sorted((ROOT / "docs" / "doors").glob("*.md")), ROOT / "docs" / "reserve.md"]
+QUICK = ("fabric", "reserve")
 BLOCK = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 NAME = re.compile(r"# ([\w.-]+\.\w+)\n")
 

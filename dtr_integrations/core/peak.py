@@ -6,7 +6,9 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields
 from typing import Any
 
-__all__ = ["PeakReport"]
+__all__ = ["NOT_TORCHS", "PeakReport"]
+
+NOT_TORCHS = "not torch's"  # of the lines of `PeakReport.beside_prediction`
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -65,6 +67,19 @@ class PeakReport:
         if self.peak_reserved_bytes is None:
             return self.peak_allocated_bytes + (self.non_torch_bytes or 0)
         return self.peak_reserved_bytes + (self.non_torch_bytes or 0)
+
+    @property
+    def beside_prediction(self) -> dict[str, int]:
+        """`used_bytes` less the predicted ones, by line of the reserve: context and NCCL together, what
+        torch's allocator held and nobody used (fragmentation), what torch allocated and nobody predicted
+        (workspaces). Empty on CPU, and where nothing was predicted."""
+        if self.peak_reserved_bytes is None or self.predicted_allocated_bytes is None:
+            return {}
+        return {
+            NOT_TORCHS: self.non_torch_bytes or 0,
+            "workspace": max(0, self.peak_allocated_bytes - self.predicted_allocated_bytes),
+            "fragmentation": self.peak_reserved_bytes - self.peak_allocated_bytes,
+        }
 
     @property
     def within_budget(self) -> bool:

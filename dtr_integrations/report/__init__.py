@@ -4,6 +4,7 @@
 |---|---|
 | who holds the memory at the peak | `breakdown_table` |
 | prediction against measurement, per rank | `peaks_table` |
+| the reserve, modelled and measured | `reserve_table` |
 | slowdown, predicted and measured | `slowdown_table`, from a `paired_ratio` |
 | memory over one step | `plot_step` (needs the extra `plot`) |
 | a whole session | `session_text` |
@@ -16,7 +17,15 @@ from __future__ import annotations
 from .pairs import PairedRatio, paired_ratio
 from .plots import plot_step
 from .session import session_text
-from .tables import breakdown_rows, breakdown_table, peaks_table, slowdown_table, to_text, worst_per_rank
+from .tables import (
+    breakdown_rows,
+    breakdown_table,
+    peaks_table,
+    reserve_table,
+    slowdown_table,
+    to_text,
+    worst_per_rank,
+)
 from .verdict import verify_table, verify_text
 
 __all__ = [
@@ -26,6 +35,7 @@ __all__ = [
     "paired_ratio",
     "peaks_table",
     "plot_step",
+    "reserve_table",
     "session_text",
     "slowdown_table",
     "to_text",

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from ..core.peak import PeakReport
-from .tables import breakdown_table, online_table, peaks_table, slowdown_table, to_text
+from .tables import breakdown_table, online_table, peaks_table, reserve_table, slowdown_table, to_text
 
 if TYPE_CHECKING:
     from ..online import OnlineReport
@@ -32,6 +32,9 @@ def session_text(
     parts.append(_how_it_was_found(planned))
     if reports:
         parts.append(to_text(peaks_table(reports)))
+        reserve = reserve_table(plan, reports)
+        if reserve is not None:
+            parts.append(to_text(reserve))
     if online:
         parts.append(_what_ran_online(online))
     return "\n".join(parts)

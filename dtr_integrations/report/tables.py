@@ -28,6 +28,7 @@ __all__ = [
     "breakdown_table",
     "online_table",
     "peaks_table",
+    "reserve_table",
     "slowdown_table",
     "to_text",
     "worst_per_rank",
@@ -109,6 +110,29 @@ def breakdown_table(plan: Plan, default: StepProfile | None = None, *, title: st
             style="bold" if row.is_total else "",
             end_section=after is not None and after.name in ("allocated", "budget"),
         )
+    return table
+
+
+def reserve_table(plan: Plan, reports: Sequence[PeakReport]) -> Table | None:
+    """The lines of the reserve beside what the measured steps took besides the predicted bytes, the most of
+    each.
+
+    Context and NCCL are measured as one. None where nothing of it was measured: on CPU, or before a step was.
+    """
+    measured: dict[str, int] = {}
+    for report in reports:
+        for name, size in report.beside_prediction.items():
+            measured[name] = max(size, measured.get(name, 0))
+    if not measured:
+        return None
+    unit, factor = _unit([plan.reserve_bytes, *measured.values()])
+    table = _table("Reserve", "line", f"in the plan {unit}", f"measured {unit}", words=[0])
+    for name in dict.fromkeys([*plan.reserve, *measured]):
+        cells = (_amount(sizes.get(name), factor) for sizes in (plan.reserve, measured))
+        table.add_row(name, *cells)
+    total = _amount(sum(measured.values()), factor)
+    table.add_section()
+    table.add_row("all", _amount(plan.reserve_bytes, factor), total, style="bold")
     return table
 
 

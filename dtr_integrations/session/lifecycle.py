@@ -31,7 +31,7 @@ from ..capture.step import Captured, Parts, reason
 from ..config import DTRConfig
 from ..core.peak import PeakReport
 from ..core.plan import Plan
-from ..distributed import Reserve, reserve_for
+from ..distributed import Calibration
 from ..errors import (
     BudgetInfeasible,
     CaptureError,
@@ -115,7 +115,7 @@ class BudgetSession:
         self._in_place: InPlace | None = None
         self._installed: tuple[str, ...] = ()
         self._registered = ""
-        self._learnt_bytes = 0  # what measuring showed to be missing from the prediction
+        self._calibration = Calibration(self.device.type, config.reserve_bytes())
         self._replans = 0
         self._settled = False  # planned, or given up on
         self._closed = False
@@ -411,6 +411,7 @@ class BudgetSession:
             source=self.trace.source,
         )
         self.reports.append(report)
+        self._calibration.measure(report, known_bytes=self._grown_bytes(report))
         say_online(self.online, f"to step {self.step_count}")
         if self._log is not None:
             self._log.append(report)
@@ -470,12 +471,6 @@ class BudgetSession:
     def _ranks_on_host(self) -> int:
         return int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
 
-    def _reserve(self) -> Reserve:
-        reserve = reserve_for(self.device.type, self.budget_bytes, self.config.reserve_bytes())
-        if not self._learnt_bytes:
-            return reserve
-        return Reserve(lines={**reserve.lines, "learnt from measured steps": self._learnt_bytes})
-
     def _planned_for(
         self, source: StepSource, *, options: dict[str, Any], best_effort: bool, given: Plan | None = None
     ) -> Planned:
@@ -483,7 +478,7 @@ class BudgetSession:
             return make_plan(
                 source,
                 budget_bytes=self.budget_bytes,
-                reserve=self._reserve(),
+                reserve=self._calibration.reserve(self.budget_bytes),
                 device=self.device.type,
                 options=options,
                 mode=self.config.mode,
@@ -569,7 +564,7 @@ class BudgetSession:
         if not why:
             self._online = None
             return
-        budget_bytes = self.budget_bytes - self._reserve().total_bytes
+        budget_bytes = self.budget_bytes - self._calibration.reserve(self.budget_bytes).total_bytes
         if self.plan is not None:  # with on_infeasible="best_effort" the plan may need more
             budget_bytes = max(budget_bytes, self.plan.predicted_allocated_bytes)
         if self._online is None:
@@ -678,14 +673,14 @@ class BudgetSession:
         warn_of_excess(report, self.plan.required_bytes, plans_again=again)
         if again:
             self._replans += 1
-            # What static memory has grown by is seen by the next capture itself.
-            grown_bytes = max(0, report.static_bytes - self.plan.static_bytes)
-            self._learnt_bytes += max(
-                0,
-                report.used_bytes - report.budget_bytes - grown_bytes,
-                report.peak_allocated_bytes - self.plan.predicted_allocated_bytes - grown_bytes,
-            )
+            self._calibration.learn(report, known_bytes=self._grown_bytes(report))
+            if self.device.type == "cuda":
+                torch.cuda.empty_cache()  # or what the old plan's blocks take would count for the new one
             self._settled = False
+
+    def _grown_bytes(self, report: PeakReport) -> int:
+        """What static memory has grown by since the plan: the next capture sees it by itself."""
+        return max(0, report.static_bytes - self.plan.static_bytes) if self.plan is not None else 0
 
 
 def _all_tensors(refers: Referred) -> list[torch.Tensor]:
